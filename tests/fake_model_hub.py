@@ -29,13 +29,12 @@ class Repository:
     """A model; each commit holds all of its files."""
 
     private: bool = False
-    gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, files: dict[str, bytes], branch: str = "main") -> str:
+    def commit(self, files: dict[str, bytes]) -> str:
         sha = hashlib.sha1(f"{len(self.commits)} {sorted(files)}".encode()).hexdigest()
-        self.commits[sha], self.refs[branch] = dict(files), sha
+        self.commits[sha], self.refs["main"] = dict(files), sha
         return sha
 
     def find(self, revision: str) -> str | None:
@@ -51,8 +50,6 @@ class FakeHub:
     """Owner and role (read or write) of each token."""
     stored: dict[str, bytes] = field(default_factory=dict)
     """Large files that were uploaded, by SHA-256."""
-    names: dict[str, str] = field(default_factory=dict)
-    """Names of large files that were asked for, by path."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """Method, path, and token of each request."""
     broken: dict[str, int] = field(default_factory=dict)
@@ -74,8 +71,8 @@ class FakeHub:
     def fetched(self) -> list[str]:
         """Names of the files that were downloaded."""
         paths = [path for method, path, _ in self.requests if method == "GET"]
-        names = [path.partition("/resolve/")[2] or self.names.get(path, "") for path in paths]
-        return [name.partition("/")[2] or name for name in names if name]
+        names = [path.partition("/resolve/")[2].partition("/")[2] for path in paths]
+        return [name for name in names if name]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -140,13 +137,11 @@ class _Handler(BaseHTTPRequestHandler):
         files = repository.commits[sha]
         match action:
             case "revision":
-                fields = {"private": repository.private, "gated": repository.gated, "tags": []}
+                fields = {"private": repository.private, "tags": []}
                 siblings = [{"rfilename": file} for file in files]
                 self._json({"id": name, "sha": sha, "siblings": siblings, **fields})
             case "tree":
                 self._json([_entry(file, content) for file, content in files.items()])
-            case "resolve" if repository.gated and not is_owner:
-                self._refuse(403, f"Access to model {name} is restricted", "GatedRepo")
             case "resolve":
                 self._resolve(sha, "/".join(rest[2:]), files)
             case "preupload":
@@ -161,28 +156,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "Entry not found", "EntryNotFound")
             return
         content, headers = files[file], {"X-Repo-Commit": sha}
-        entry = _entry(file, content)
-        if "lfs" not in entry:
-            self._send(content, 200, headers | {"ETag": f'"{entry["oid"]}"'})
-            return
-        digest = entry["lfs"]["oid"]
-        self.hub.stored[digest], self.hub.names[f"/store/{digest}"] = content, file
-        headers |= {"X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(content))}
-        self._send(b"", 302, headers | {"Location": f"{STORE}/store/{digest}"})
-
-    def _store(self, digest: str) -> None:
-        if self.command == "PUT":
-            if self.hub.holding is not None:
-                self.hub.waiting.set()
-                self.hub.holding.wait(60)
-            self.hub.stored[digest] = self.body
-            self._send(b"", 200, {})
-            return
-        content = self.hub.stored[digest]
-        self._send(content, 200, {"ETag": f'"{digest}"'})
-        if self.command == "GET" and self.hub.after_download is not None:
+        self._send(content, 200, headers | {"ETag": f'"{_entry(file, content)["oid"]}"'})
+        if self.command == "GET" and file.endswith(_LARGE) and self.hub.after_download is not None:
             called, self.hub.after_download = self.hub.after_download, None
             called()
+
+    def _store(self, digest: str) -> None:
+        if self.hub.holding is not None:
+            self.hub.waiting.set()
+            self.hub.holding.wait(60)
+        self.hub.stored[digest] = self.body
+        self._send(b"", 200, {})
 
     def _create(self, wanted: dict) -> None:
         owner, role = self.hub.tokens.get(self.token or "", ("", ""))

@@ -1,4 +1,4 @@
-"""A digest of a tree of arrays: it tells whether a bit, or the place of a value, has changed.
+"""A digest of a tree of arrays: it tells whether a bit, or the position of a value, has changed.
 
 The digest of a leaf is two sums modulo 2**32 over the leaf's 32-bit words. Each word is mixed with
 a hash of its global index before it is added:

@@ -37,9 +37,10 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     }
 
 
-def package_versions() -> dict[str, str | None]:
+def package_versions() -> dict[str, str]:
     """The versions of maxmars and of the libraries that decide what it computes, by name."""
-    return {"maxmars": maxmars.__version__} | {name: _version(name) for name in _PACKAGES}
+    libraries = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"maxmars": maxmars.__version__} | libraries
 
 
 def package_digest() -> str:
@@ -49,13 +50,6 @@ def package_digest() -> str:
     for path in sorted(root.rglob("*.py")):
         sha.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return sha.hexdigest()[:16]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def changes_since(

@@ -102,16 +102,13 @@ class FileLock:
 
     Raises:
       InUseError: the directory has another owner, who did not go within `patience_s`.
-      ValueError: the lock file is a link.
-      OSError: the file cannot be created.
+      OSError: the file cannot be created, or is a link.
     """
 
     def __init__(self, directory: Any, patience_s: float = _PATIENCE_S) -> None:
         path = directory / ".lock"
         self._path = path
-        if os.path.islink(path) or path.is_dir():  # what a link leads to would be written over
-            what = "a link" if os.path.islink(path) else "a directory"
-            raise ValueError(f"{path} is {what}, which the lock of a run cannot be; delete it.")
+        # What a link leads to would be written over.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         self._file: IO[str] = os.fdopen(os.open(path, flags, 0o666), "r+")
         try:

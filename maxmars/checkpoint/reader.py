@@ -299,8 +299,8 @@ def load_params(checkpoint: Checkpoint, abstract: Any) -> Any:
     if not checkpoint.has_evaluation_params:
         return load_arrays(checkpoint, {"params": abstract})["params"]
     wanted = {"evaluation_params": in_float32(abstract)}
-    found = load_arrays(checkpoint, wanted)["evaluation_params"]
-    return jax.tree.map(lambda array, leaf: array.astype(leaf.dtype), found, abstract)
+    wide = load_arrays(checkpoint, wanted)["evaluation_params"]
+    return jax.tree.map(lambda array, leaf: array.astype(leaf.dtype), wide, abstract)
 
 
 def in_float32(params: Any) -> Any:
@@ -421,12 +421,13 @@ def bytes_in_flight(tree: Any) -> int:
 
 def root_cause(error: Exception) -> str:
     """The innermost error in one line; Orbax wraps it in several others."""
-    error = _innermost(error)
+    error = innermost(error)
     first_line = next(iter(str(error).strip().splitlines()), "").split(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: {first_line[:400]}"
 
 
-def _innermost(error: Exception) -> Exception:
+def innermost(error: Exception) -> Exception:
+    """The cause of the cause, and so on."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
@@ -492,13 +493,11 @@ def _read_checkpoint(path: Any) -> Checkpoint:
 
 def _code_of(environment: dict[str, Any]) -> str:
     """The code that wrote a checkpoint, and how to have it: no package index has maxmars."""
-    version, commit = (environment.get(name) for name in ("maxmars", "git_commit"))
-    wrote = f"the maxmars that wrote it ({version or '0.1.0 or older'}"
-    if not commit:
-        return f"{wrote}; the checkpoint does not tell its git commit)"
-    plain = commit.removesuffix("-dirty")
-    changes = " and changes that were not committed" if commit != plain else ""
-    return f"{wrote}, git commit {plain}{changes}): `git checkout {plain}` in its repository"
+    commit = (environment.get("git_commit") or "unknown").removesuffix("-dirty")
+    return (
+        f"the maxmars that wrote it, {environment.get('maxmars', '0.1')}: `git checkout {commit}` "
+        "in its repository"
+    )
 
 
 def _together(path: Any, read_own: Callable[[], Any]) -> Any:
@@ -529,7 +528,7 @@ def _attempt(path: Any, read: Callable[[], Result]) -> tuple[Result | None, Dama
         cause = root_cause(error)
         if any(text in cause for text in _NOT_DAMAGE):
             raise
-        if files.may_pass(_innermost(error), path):
+        if files.may_pass(innermost(error), path):
             raise OSError(
                 f"{path} could not be read ({cause}); the checkpoint stays as it is: start again "
                 "when the network and the store answer."

@@ -24,6 +24,7 @@ from maxmars.checkpoint.reader import (
     bytes_in_flight,
     candidates,
     checksum,
+    innermost,
     is_committed,
     is_step,
     load_arrays,
@@ -175,7 +176,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if known and step in steps_of_run(self._directory):
             return None
         line = journal(step, meta["digest"], data_position, tokens)
-        meta = _sealed(meta | {"tokens": tokens, "journal": line})
+        meta |= {"tokens": tokens, "journal": line}
+        meta["checksum"] = checksum(meta)
         self._retention.record(step, meta["metrics"])
         with self._reporting(), _orbax_context(state):
             self.check_owner()
@@ -240,7 +242,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             lock.release()
 
     def _open_orbax(self) -> v1.training.Checkpointer:
-        """Orbax's part, which knows the complete checkpoints; all processes must call.
+        """Orbax's checkpointer, which knows the complete checkpoints; all processes must call.
 
         When a save at a preemption ends, process 0 subtracts the times of the last two checkpoints,
         and Orbax (0.12.8) fails there if it has not read both. So process 0 reads what each says of
@@ -308,7 +310,8 @@ def save_params(directory: Directory, config: ModelConfig, params: Any, *, mesh:
       OSError: the directory cannot be written to, or has a checkpoint of step 0.
     """
     state = {"params": params}
-    meta = _sealed(_make_meta(0, state, digest(state), config, environment(mesh)))
+    meta = _make_meta(0, state, digest(state), config, environment(mesh))
+    meta["checksum"] = checksum(meta)
     path = resolve(directory) / "0"
     try:
         with _orbax_context(state):
@@ -320,10 +323,7 @@ def save_params(directory: Directory, config: ModelConfig, params: Any, *, mesh:
 def _reason(error: Exception) -> str:
     """Why a save failed, in one line: of an error of the system, which TensorStore gives among
     other words, the file and the reason."""
-    cause = error
-    while isinstance(cause.__cause__, Exception):
-        cause = cause.__cause__
-    match = re.search(r"\"([^\"]+)\": [^\"]*\[os_error_code='(\d+)'", str(cause))
+    match = re.search(r"\"([^\"]+)\": [^\"]*\[os_error_code='(\d+)'", str(innermost(error)))
     return f"{match[1]}: {os.strerror(int(match[2]))}" if match else root_cause(error)
 
 
@@ -336,7 +336,7 @@ def _orbax_context(state: Any) -> v1.Context:
     # Weights shrink by a tenth at most, and compression takes as long as writing and as much memory
     # again.
     context.array.saving.use_compression = False
-    # Where devices hold copies of an array, each writes a part of it. Smaller arrays are written
+    # Where devices hold copies of an array, each writes a share of it. Smaller arrays are written
     # whole: the programs that cut them would take longer to compile than the writing.
     context.array.saving.min_slice_bytes_for_replica_parallel = 2**20
     # Without it, Orbax copies all arrays at once.
@@ -448,8 +448,3 @@ def _make_meta(
         "leaves": {path: {"type": types[path], "digest": digests[path]} for path in types},
         "digest": combine(digests),
     }
-
-
-def _sealed(meta: dict[str, Any]) -> dict[str, Any]:
-    """The contents of `meta/data.json`."""
-    return meta | {"checksum": checksum(meta)}

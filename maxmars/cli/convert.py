@@ -196,6 +196,6 @@ def run_import(argv: list[str]) -> int:
 
     model = import_model(arguments.hf_model, arguments.out, eot_token=arguments.eot_token)
     count = Parameters(model.config).count / 1e6
-    print(f"{arguments.out}: {count:.2f}M parameters of {model.source} as checkpoint 0")
+    print(f"{arguments.out}: {count:.2f}M parameters of {model.origin} as checkpoint 0")
     print(f"next: {shlex.join(['maxmars', 'eval', arguments.out])}")
     return 0

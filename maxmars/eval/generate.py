@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt32
 
 from maxmars.config import ModelConfig
+from maxmars.config.checks import require
 from maxmars.distributed import sharding
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.sharding import constrain
@@ -54,21 +55,21 @@ class Sampling:
     """Sample among the likeliest tokens that together have this probability; None takes all."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature={self.temperature} must be 0 (greedy) or a positive number."
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(
-                f"top_k={self.top_k} must be at least 1, or None to sample among all tokens."
-            )
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"top_p={self.top_p} must lie in (0, 1], or be None to sample among all tokens."
-            )
+        require(
+            0 <= self.temperature < float("inf"),
+            f"temperature={self.temperature} must be 0 (greedy) or a positive number.",
+        )
+        require(
+            self.top_k is None or self.top_k >= 1,
+            f"top_k={self.top_k} must be at least 1, or None to sample among all tokens.",
+        )
+        require(
+            self.top_p is None or 0 < self.top_p <= 1,
+            f"top_p={self.top_p} must lie in (0, 1], or be None to sample among all tokens.",
+        )
 
 
-GREEDY = Sampling(temperature=0.0, top_k=None)
+DEFAULT, GREEDY = Sampling(), Sampling(temperature=0.0, top_k=None)
 
 
 def choose(
@@ -118,31 +119,26 @@ class TextPiece:
     """Why the continuation ended with this text; None where it goes on."""
 
 
+class Options(TypedDict, total=False):
+    """How prompts are continued; for their meaning and defaults see `stream_tokens`."""
+
+    max_new_tokens: int
+    sampling: Sampling
+    seed: int
+    batch_size: int
+
+
 def generate_texts(
-    model: TrainedModel,
-    prompts: Sequence[str],
-    *,
-    max_new_tokens: int = 200,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    batch_size: int = 16,
+    model: TrainedModel, prompts: Sequence[str], **options: Unpack[Options]
 ) -> list[str]:
     """Continue texts; returns each continuation without its prompt.
 
     An empty prompt starts at an end-of-text token, and a continuation ends at any of the tokens at
-    which the model ends a text. For the
-    arguments and errors see `generate_tokens`; `sampling` None is `Sampling()`.
+    which the model ends a text. For the options and errors see `stream_tokens`.
     """
     tokenizer = model.tokenizer
-    continuations = generate_tokens(
-        model,
-        [encode_context(prompt, tokenizer) for prompt in prompts],
-        max_new_tokens=max_new_tokens,
-        sampling=sampling or Sampling(),
-        seed=seed,
-        batch_size=batch_size,
-        stop=tokenizer.ends,
-    )
+    contexts = [encode_context(prompt, tokenizer) for prompt in prompts]
+    continuations = generate_tokens(model, contexts, stop=tokenizer.ends, **options)
     return [tokenizer.decode(tokens) for tokens in continuations]
 
 
@@ -150,12 +146,9 @@ def generate_tokens(
     model: TrainedModel,
     prompts: Sequence[Tokens],
     *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int = 0,
-    batch_size: int = 16,
     stop: int | Sequence[int] | None = None,
     is_complete: Callable[[Tokens], bool] | None = None,
+    **options: Unpack[Options],
 ) -> list[Tokens]:
     """Continue token ids; returns each continuation without its prompt.
 
@@ -169,13 +162,10 @@ def generate_tokens(
         for pieces in stream_tokens(
             model,
             [prompts[i] for i in order],
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            seed=seed,
-            batch_size=batch_size,
             stop=stop,
             is_complete=is_complete,
             every_s=float("inf"),
+            **options,
         ):
             for piece in pieces:
                 pieces_of[order[piece.index]].append(piece.tokens)
@@ -193,30 +183,19 @@ def stream_texts(
     model: TrainedModel,
     prompts: Sequence[str],
     *,
-    max_new_tokens: int = 200,
-    sampling: Sampling | None = None,
-    seed: int = 0,
-    batch_size: int = 16,
     seen: Counter[bytes] | None = None,
+    **options: Unpack[Options],
 ) -> Iterator[TextPiece]:
     """Continue texts, and yield each piece of text as it comes.
 
     The pieces of a prompt, joined, are what `generate_texts` returns for it. The first prompts are
-    continued together, `batch_size` of them, then the next. For the other arguments and errors see
+    continued together, `batch_size` of them, then the next. For the arguments and errors see
     `stream_tokens`.
     """
     tokenizer = model.tokenizer
+    contexts = [encode_context(prompt, tokenizer) for prompt in prompts]
     texts = [tokenizer.pieces() for _ in prompts]
-    for pieces in stream_tokens(
-        model,
-        [encode_context(prompt, tokenizer) for prompt in prompts],
-        max_new_tokens=max_new_tokens,
-        sampling=sampling or Sampling(),
-        seed=seed,
-        batch_size=batch_size,
-        stop=tokenizer.ends,
-        seen=seen,
-    ):
+    for pieces in stream_tokens(model, contexts, stop=tokenizer.ends, seen=seen, **options):
         for piece in pieces:
             text = texts[piece.index](piece.tokens, piece.end is not None)
             yield TextPiece(
@@ -228,8 +207,8 @@ def stream_tokens(
     model: TrainedModel,
     prompts: Sequence[Tokens],
     *,
-    max_new_tokens: int,
-    sampling: Sampling,
+    max_new_tokens: int = 200,
+    sampling: Sampling = DEFAULT,
     seed: int = 0,
     batch_size: int = 16,
     stop: int | Sequence[int] | None = None,
@@ -262,12 +241,9 @@ def stream_tokens(
     Raises:
       ValueError: an argument is out of range. It is raised when the first tokens are asked for.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1.")
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1.")
-    if seed < 0:
-        raise ValueError(f"seed={seed} must not be negative.")
+    require(max_new_tokens > 0, f"max_new_tokens={max_new_tokens} must be at least 1.")
+    require(batch_size > 0, f"batch_size={batch_size} must be at least 1.")
+    require(seed >= 0, f"seed={seed} must not be negative.")
     shards = sharding.batch_shards(model.mesh)
     num_rows = -(-min(batch_size, len(prompts)) // shards) * shards
     params, config = model.params, model.config
@@ -298,9 +274,8 @@ def stream_tokens(
                     if row.end is None and len(row.new) == max_new_tokens:
                         row.end = "length"
                     elif row.end is None and is_complete is not None:
-                        row.end = (
-                            "is_complete" if is_complete(np.array(row.new, np.int32)) else None
-                        )
+                        new = np.array(row.new, np.int32)
+                        row.end = "is_complete" if is_complete(new) else None
                     pieces.append(TokenPiece(index=first + i, tokens=tokens, end=row.end))
             yield pieces
 
@@ -364,7 +339,7 @@ class _Batch:
         longest = self.model.config.max_seq_len
         num_prompt = max(len(row.context) for row in self.rows)
         prompt_slots, num_slots = 0, bucket_length(num_prompt + self.max_new_tokens, longest)
-        # The token that is predicted from a full context needs no place in it.
+        # The token that is predicted from a full context needs no slot in it.
         if num_prompt + self.max_new_tokens > longest + 1 and len(self.rows) == 1:
             # The context will be cut; the programs from before serve afterwards.
             prompt_slots = max(num_prompt, longest // 2)

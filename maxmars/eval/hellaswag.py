@@ -18,6 +18,7 @@ import contextlib
 import http.client
 import json
 import re
+import shutil
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float64, Int
 
 from maxmars.config import ModelConfig, TrainConfig
-from maxmars.config.checks import CheckedConfig, NotNegative, Rule, read_as
+from maxmars.config.checks import CheckedConfig, NotNegative, Rule, read_as, require
 from maxmars.config.errors import about, needs_extra
 from maxmars.data.batches import SplitTokens
 from maxmars.data.rows import COMPRESSIONS, decompressed, reading
@@ -49,9 +50,7 @@ Protocol = Literal["lm_eval", "completion"]
 
 _URL = "https://raw.githubusercontent.com/rowanz/hellaswag/master/data/hellaswag_val.jsonl"
 _SHA256 = "0aa3b88843990f3f10a97b9575c94d7b71fb2205240ba04ae4884d9e9c992588"
-_NUM_BYTES = 12_246_618
 _TIMEOUT_S = 20.0
-_PIECE_BYTES = 1 << 18
 
 
 # --- questions ------------------------------------------------------------------------------------
@@ -79,7 +78,6 @@ def load_questions(
     path: str | Path | None = None,
     *,
     num_questions: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
 ) -> list[Question]:
     """Read questions from a file in HellaSwag's own format.
 
@@ -89,7 +87,6 @@ def load_questions(
         the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars), and downloads it there first
         where it is missing.
       num_questions: read the first so many questions; None reads all.
-      progress: called during a download with the number of bytes so far, and of the whole file.
 
     Raises:
       FileNotFoundError: there is no such file, or it cannot be downloaded.
@@ -97,13 +94,16 @@ def load_questions(
         wrong checksum.
       ImportError: the library for `.parquet` and `.zst` (extra `hf`) is not installed.
     """
-    if num_questions is not None and num_questions < 1:
-        raise ValueError(f"the number of HellaSwag questions, {num_questions}, must be at least 1.")
-    file = _cached_validation_set(progress) if path is None else Path(path).expanduser()
+    require(
+        num_questions is None or num_questions > 0,
+        f"the number of HellaSwag questions, {num_questions}, must be at least 1.",
+    )
+    file = _cached_validation_set() if path is None else Path(path).expanduser()
     questions = []
-    for where, read in _rows(file):
+    for where, row in _rows(file):
         with about(f"{file}, {where}"):
-            questions.append(_question(read(), len(questions)))
+            fields = row if isinstance(row, dict) else json.loads(row)
+            questions.append(_question(fields, len(questions)))
         if len(questions) == num_questions:
             break
     if not questions:
@@ -111,21 +111,21 @@ def load_questions(
     return questions
 
 
-def _rows(file: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Where each question of a file is, and a function that reads its fields."""
+def _rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """Where each question of a file is, and its fields, or the line of JSON that they are in."""
     if file.suffix == ".parquet":
         with about(file), needs_extra("hf"):
             import pyarrow.parquet
 
             table = pyarrow.parquet.read_table(file)
         for number, fields in enumerate(table.to_pylist()):
-            yield f"row {number}", lambda fields=fields: fields
+            yield f"row {number}", fields
         return
     compression = file.suffix if file.suffix in COMPRESSIONS else ""
     with reading(str(file)), file.open("rb") as raw:
         for number, line in enumerate(decompressed(raw, compression), 1):
             if line.strip():
-                yield f"line {number}", lambda line=line: json.loads(line)
+                yield f"line {number}", line
 
 
 def _question(row: Any, number: int) -> Question:
@@ -133,19 +133,17 @@ def _question(row: Any, number: int) -> Question:
     fields = read_as(dict[str, Any], row)
     if fields["label"] in ("", None):
         raise ValueError("label is empty: the test set has none; use the validation set.")
-    names = {
-        "activity": "activity_label",
-        "context": "ctx",
-        "context_a": "ctx_a",
-        "context_b": "ctx_b",
-        "endings": "endings",
-    }
     index = fields.get("ind")
-    numbers = {
+    question = {
         "index": number if index is None else _whole("ind", index),
+        "activity": fields["activity_label"],
+        "context": fields["ctx"],
+        "context_a": fields["ctx_a"],
+        "context_b": fields["ctx_b"],
+        "endings": fields["endings"],
         "label": _whole("label", fields["label"]),
     }
-    return read_as(Question, {ours: fields[theirs] for ours, theirs in names.items()} | numbers)
+    return read_as(Question, question)
 
 
 def _whole(name: str, value: Any) -> int:
@@ -156,29 +154,22 @@ def _whole(name: str, value: Any) -> int:
     raise ValueError(f"{name} is {value!r}, not a whole number.")
 
 
-def _cached_validation_set(progress: Callable[[int, int], None] | None) -> Path:
+def _cached_validation_set() -> Path:
     path = cache_directory() / _URL.rpartition("/")[2]
     if not path.is_file():
         try:
-            download(_URL, path, sha256=_SHA256, num_bytes=_NUM_BYTES, progress=progress)
+            download(_URL, path, sha256=_SHA256)
         except (OSError, http.client.HTTPException) as error:  # of the network or the disk
             raise FileNotFoundError(
                 f"HellaSwag's validation set is not at {path} and could not be downloaded "
                 f"({type(error).__name__}: {error}). Without network, download {_URL} on another "
-                "machine and copy it to that place; or copy it anywhere and name the file: "
+                "machine and copy it there; or copy it anywhere and name the file: "
                 "--hellaswag.path with `maxmars eval`, eval.hellaswag_path in a config."
             ) from error
     return path
 
 
-def download(
-    url: str,
-    path: Path,
-    *,
-    sha256: str,
-    num_bytes: int,
-    progress: Callable[[int, int], None] | None = None,
-) -> None:
+def download(url: str, path: Path, *, sha256: str) -> None:
     """Download a file, compare its checksum, and only then give it its name by one rename.
 
     Raises:
@@ -190,17 +181,13 @@ def download(
             urllib.request.urlopen(url, timeout=_TIMEOUT_S) as response,
             temporary.open("wb") as file,
         ):
-            while piece := response.read(_PIECE_BYTES):
-                file.write(piece)
-                if progress is not None:
-                    progress(file.tell(), num_bytes)
+            shutil.copyfileobj(response, file)
         digest = sha256_of(temporary)
-        if digest != sha256:
-            raise ValueError(
-                f"{url} did not answer with the file that it should: {temporary.stat().st_size} "
-                f"bytes with SHA-256 {digest} came, not {num_bytes} with {sha256}. Try again, or "
-                "get the file elsewhere and name its path."
-            )
+        require(
+            digest == sha256,
+            f"{url} did not answer with the file that it should: its SHA-256 is {digest}, not "
+            f"{sha256}. Try again, or get the file elsewhere and name its path.",
+        )
 
 
 # --- protocols ------------------------------------------------------------------------------------
@@ -284,9 +271,8 @@ def fitting(
     questions: Sequence[Question],
     tokenizer: Tokenizer,
     max_seq_len: int,
-    protocols: Sequence[Protocol] = tuple(PROTOCOLS),
 ) -> list[Question]:
-    """The questions whose context fits with each ending into `max_seq_len`, under all protocols.
+    """The questions whose context fits with each ending into `max_seq_len`, under both protocols.
 
     Raises:
       ValueError: there is none.
@@ -294,7 +280,9 @@ def fitting(
     short_enough = [
         question
         for question in questions
-        if not any(_is_cut(PROTOCOLS[p](question, tokenizer)[0], max_seq_len) for p in protocols)
+        if not any(
+            _is_cut(encode(question, tokenizer)[0], max_seq_len) for encode in PROTOCOLS.values()
+        )
     ]
     if not short_enough:
         raise ValueError(
@@ -335,31 +323,31 @@ class HellaSwag:
         protocols: Sequence[Protocol] = tuple(PROTOCOLS),
         batch_size: int | None = None,
     ) -> None:
-        if tokenizer.num_text_ids > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer {tokenizer.name} has {tokenizer.num_text_ids} tokens, more than "
-                f"the vocab_size={config.vocab_size} of the model; give the one it was trained "
-                "with."
-            )
-        self._labels = np.array([question.label for question in questions])
-        self._lengths: dict[Protocol, Int[np.ndarray, "questions endings"]] = {}
-        self._cut: dict[Protocol, Bool[np.ndarray, " questions"]] = {}
+        require(
+            tokenizer.num_text_ids <= config.vocab_size,
+            f"the tokenizer {tokenizer.name} has {tokenizer.num_text_ids} tokens, more than the "
+            f"vocab_size={config.vocab_size} of the model; give the one it was trained with.",
+        )
+        self._fixed: dict[Protocol, dict[str, np.ndarray]] = {}  # the other fields of `Scores`
         choices = []
         for protocol in protocols:
             encoded = [PROTOCOLS[protocol](question, tokenizer) for question in questions]
             for question, (choice, _) in zip(questions, encoded, strict=True):
                 for tokens in choice.continuations:
-                    if not 0 < len(tokens) <= config.max_seq_len:
-                        raise ValueError(
-                            f"HellaSwag question {question.index} has an ending of {len(tokens)} "
-                            f"tokens ({tokenizer.name}, protocol {protocol}); there must be 1 to "
-                            f"model.max_seq_len={config.max_seq_len}. Leave out what is too long: "
-                            "--hellaswag.too-long leave_out with `maxmars eval`, "
-                            "eval.hellaswag_too_long in a config."
-                        )
+                    require(
+                        0 < len(tokens) <= config.max_seq_len,
+                        f"HellaSwag question {question.index} has an ending of {len(tokens)} "
+                        f"tokens ({protocol}); there must be 1 to "
+                        f"model.max_seq_len={config.max_seq_len}. Leave out what is too long: "
+                        "--hellaswag.too-long leave_out with `maxmars eval`, "
+                        "eval.hellaswag_too_long in a config.",
+                    )
             choices += [choice for choice, _ in encoded]
-            self._lengths[protocol] = np.array([lengths for _, lengths in encoded])
-            self._cut[protocol] = np.array([_is_cut(c, config.max_seq_len) for c, _ in encoded])
+            self._fixed[protocol] = {
+                "lengths": np.array([lengths for _, lengths in encoded]),
+                "labels": np.array([question.label for question in questions]),
+                "cut": np.array([_is_cut(choice, config.max_seq_len) for choice, _ in encoded]),
+            }
         self._packed = pack_choices(choices, config)
         self._score = LogLikelihoods(config, mesh, batch_size=batch_size)
 
@@ -373,15 +361,10 @@ class HellaSwag:
           progress: called with the number of rows scored so far, and of all.
         """
         nats = np.stack(self._score(params, self._packed, progress).log_likelihoods)
-        split = np.split(nats, len(self._lengths))
+        split = np.split(nats, len(self._fixed))
         return {
-            protocol: Scores(
-                log_likelihoods=values,
-                lengths=lengths,
-                labels=self._labels,
-                cut=self._cut[protocol],
-            )
-            for (protocol, lengths), values in zip(self._lengths.items(), split, strict=True)
+            protocol: Scores(log_likelihoods=values, **fixed)
+            for (protocol, fixed), values in zip(self._fixed.items(), split, strict=True)
         }
 
 
@@ -436,10 +419,10 @@ def paired_difference(
       ValueError: the two are not of the same length, or empty.
     """
     count = len(first)
-    if len(second) != count or not count:
-        raise ValueError(
-            f"{count} and {len(second)} questions cannot be paired; score both models on the same."
-        )
+    require(
+        0 < count == len(second),
+        f"{count} and {len(second)} questions cannot be paired; score both models on the same.",
+    )
     import scipy.stats  # takes a second, which each start of a training need not wait
 
     only_first = int((first & ~second).sum())
@@ -500,15 +483,14 @@ class HellaSwagInLoop:
         scores = self._score(params, lambda done, total: before_batch() if done < total else None)
         seconds = time.monotonic() - started
         metrics = {"perf/hellaswag_time": seconds}
-        texts, summaries = [], {p: of_protocol.summary() for p, of_protocol in scores.items()}
+        summaries = {protocol: of_protocol.summary() for protocol, of_protocol in scores.items()}
         for protocol, prefix in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
-            summary = summaries[protocol]
             for metric in ("acc", "acc_norm"):
-                metrics[f"eval/{prefix}_{metric}"] = summary[metric]
-            metrics["eval/hellaswag_questions"] = summary["num_questions"]
-            texts.append(f"{summary['acc_norm']:.2%} ({protocol})")
+                metrics[f"eval/{prefix}_{metric}"] = summaries[protocol][metric]
+            metrics["eval/hellaswag_questions"] = summaries[protocol]["num_questions"]
+        shares = ", ".join(f"{s['acc_norm']:.2%} ({protocol})" for protocol, s in summaries.items())
         count = describe_count(summaries, self._num_left_out)
-        return metrics, f"HellaSwag acc_norm {', '.join(texts)} of {count} in {seconds:.1f} s"
+        return metrics, f"HellaSwag acc_norm {shares} of {count} in {seconds:.1f} s"
 
 
 def describe_count(summaries: Mapping[Protocol, Mapping[str, Any]], num_left_out: int) -> str:

@@ -230,7 +230,7 @@ class _GenerationOptions:
     sampling: Sampling
 
     def end(self, text: str) -> int | None:
-        """The place of the first stopping text in a text; None if there is none."""
+        """Where the first stopping text begins in a text; None if there is none."""
         ends = [text.find(stop) for stop in self.until]
         return min((end for end in ends if end >= 0), default=None)
 

@@ -101,8 +101,7 @@ def pack_choices(choices: Sequence[Choices], config: ModelConfig) -> PackedChoic
     """Pack choices into rows for a model.
 
     The continuations of a context share a row where they fit and the model takes
-    `continuation_ids`. Equal continuations of a context are scored
-    once, so that they tie on every device.
+    `continuation_ids`. Equal ones are scored once, so that they tie on every device.
 
     Raises:
       ValueError: a context is empty, or a continuation is empty or longer than `max_seq_len`.

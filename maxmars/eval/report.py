@@ -16,14 +16,15 @@ from rich.table import Table
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.environment import environment
-from maxmars.config import DataConfig, EvalConfig, ModelConfig, TrainConfig
+from maxmars.config import DataConfig, EvalConfig, TrainConfig
 from maxmars.config.checks import require
 from maxmars.config.user_code import Source
 from maxmars.data.batches import ValidationBatches, open_data
-from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
+from maxmars.data.token_files import Origin
+from maxmars.data.tokenizer import tokenizer_of_tokens
 from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
-from maxmars.distributed.files import Workdir, json_number, write_json
+from maxmars.distributed.files import json_number, write_json
 from maxmars.distributed.progress import Progress
 from maxmars.eval.hellaswag import (
     HellaSwag,
@@ -39,7 +40,6 @@ from maxmars.eval.hellaswag import (
 from maxmars.eval.own_evaluation import OwnEvaluation
 from maxmars.eval.trained_model import HFTarget, RunTarget, TrainedModel, find_target, load
 from maxmars.eval.validation import ValidationLoss, make_eval_step, validation_loss
-from maxmars.model import huggingface
 
 _LOSS_TOKENS = 4096  # a batch on each device: 0.8 GB of logits with GPT-2's vocabulary
 _SAMPLE = "She reads 3 books:\n\n\tnaïve  café, don't  stop!"
@@ -72,9 +72,13 @@ class Report:
                 file = path.with_name(f"{path.stem}{suffix}.hellaswag.jsonl")
                 write_scores(file, self.questions, scores)
 
+    @property
+    def _models(self) -> list[dict[str, Any]]:
+        return [self.fields, *filter(None, [self.fields.get("against")])]
+
     def notes(self) -> list[str]:
         """What the numbers of the table are of; the models' names, where there are two."""
-        models = [self.fields, *filter(None, [self.fields.get("against")])]
+        models = self._models
         notes = [f"{key}: {model['name']}" for key, model in zip("AB", models, strict=False)]
         notes = notes if len(models) > 1 else []
         if "loss" in self.fields:
@@ -90,16 +94,14 @@ class Report:
 
     def table(self) -> Table:
         """The scores and, for two models, their differences with McNemar's p; fits 80 columns."""
-        first, second = self.fields, self.fields.get("against")
-        if second is None:
-            table = _table("", first["name"])
-        else:
-            table = _table("", "A", "B", "A - B", "95 % interval", "p")
-        models = [first] if second is None else [first, second]
+        first, models = self.fields, self._models
+        alone = len(models) == 1
+        names = [first["name"]] if alone else ["A", "B", "A - B", "95 % interval", "p"]
+        table = _table("", *names)
         difference = first.get("difference", {})
         if "loss" in first:
-            row = ["loss", *(f"{model['loss']:.4f}" for model in models)]
-            table.add_row(*row, *([f"{difference['loss']:+.4f}"] if second is not None else []))
+            values = [f"{model['loss']:.4f}" for model in models]
+            table.add_row("loss", *values, *([] if alone else [f"{difference['loss']:+.4f}"]))
         for function, numbers in first.get("own", {}).items():
             for name in numbers:
                 own_metrics = [model["own"][function].get(name) for model in models]
@@ -108,22 +110,21 @@ class Report:
                     values.append(f"{float(difference['own'][function][name]):+.4g}")
                 table.add_row(escape(f"{function} {name}"), *values)
         for protocol in first.get("hellaswag", {}):
-            table.add_row(f"hellaswag {protocol}" if second is None else protocol)
+            table.add_row(f"hellaswag {protocol}" if alone else protocol)
             for metric in ("acc", "acc_norm"):
-                row = [f"  {metric}"]
-                for model in models:
-                    scores = model["hellaswag"][protocol]
-                    error = 100 * scores[f"{metric}_stderr"]
-                    row.append(f"{100 * scores[metric]:.2f} ± {error:.2f}")
-                if second is not None:
+                scores = [model["hellaswag"][protocol] for model in models]
+                values = [
+                    f"{100 * s[metric]:.2f} ± {100 * s[f'{metric}_stderr']:.2f}" for s in scores
+                ]
+                if not alone:
                     paired = difference["hellaswag"][protocol][metric]
                     low, high = paired["interval_95"]
-                    row += [
+                    values += [
                         f"{100 * paired['difference']:+.2f}",
                         f"{100 * low:+.2f} to {100 * high:+.2f}",
                         f"{paired['mcnemar_p']:.2g}",
                     ]
-                table.add_row(*row)
+                table.add_row(f"  {metric}", *values)
         return table
 
 
@@ -183,57 +184,48 @@ def score_models(
 
         if tasks is None or "loss" in tasks:
             windows = _open_windows(parsed, data, num_windows, mesh, batch_size)
-            if windows is None and tasks is not None:
-                raise ValueError(
-                    f"{targets[0]} does not say on which data it was trained, as a run does; name "
-                    "a directory of tokens (--data.path DIR), or leave the loss out (--tasks "
-                    "hellaswag)."
-                )
-        if tasks is None or "hellaswag" in tasks:
-            questions = load_questions(
-                hellaswag_path, num_questions=num_questions, progress=shows("downloading HellaSwag")
+            require(
+                windows is not None or tasks is None,
+                f"{targets[0]} does not say on which data it was trained, as a run does; name a "
+                "directory of tokens (--data.path DIR), or leave the loss out (--tasks hellaswag).",
             )
+        if tasks is None or "hellaswag" in tasks:
+            questions = load_questions(hellaswag_path, num_questions=num_questions)
         evaluations = []
         if tasks is None or "own" in tasks:
-            first = parsed[0]
             if own is None:
-                own = first.own_evaluations() if isinstance(first, RunTarget) else ()
+                own = parsed[0].own_evaluations()
             evaluations = [OwnEvaluation(source, field="own") for source in own]
-            if not evaluations and tasks is not None:
-                raise ValueError(
-                    f"{targets[0]} names no function to evaluate it by, as eval.own of a run does; "
-                    "name some by --own my_eval.py:rhyme, or leave own out of --tasks."
-                )
+            require(
+                bool(evaluations) or tasks is None,
+                f"{targets[0]} names no function to evaluate it by, as eval.own of a run does; "
+                "name some by --own my_eval.py:rhyme, or leave own out of --tasks.",
+            )
         num_questions = len(questions)
         if questions and too_long == "leave_out":
             for target in parsed:
-                if isinstance(target, RunTarget):
-                    config, tokenizer = _model_config(target), target.tokenizer()
-                else:
-                    config = huggingface.read_config(target.directory)
-                    tokenizer = target.tokenizer(config)
-                questions = fitting(questions, tokenizer, config.max_seq_len)
+                config = target.config()
+                questions = fitting(questions, target.tokenizer(config), config.max_seq_len)
         for given, target in zip(targets, parsed, strict=True):
             model = load(target, mesh=mesh)
-            about = {"name": model.name, "source": model.source, "digest": model.digest}
-            models.append({"target": str(given)} | about)
-            scores.append({})
+            fields: dict[str, Any] = {"target": str(given), "name": model.name}
+            fields |= {"source": model.origin, "digest": model.digest}
+            answers: Mapping[Protocol, Scores] = {}
             if windows is not None:
-                loss = _loss(model, windows, shows(f"loss of {model.name}"))
-                models[-1] |= {"loss": loss.loss, "loss_tokens": loss.num_tokens}
+                loss = _loss(model, *windows, shows(f"loss of {model.name}"))
+                fields |= {"loss": loss.loss, "loss_tokens": loss.num_tokens}
             if questions:
                 score = HellaSwag(
                     model.config, mesh, model.tokenizer, questions, batch_size=batch_size
                 )
-                scores[-1] = score(model.params, shows(f"HellaSwag of {model.name}"))
-                summaries = {protocol: s.summary() for protocol, s in scores[-1].items()}
-                models[-1]["hellaswag"] = summaries
-            if evaluations:
-                models[-1]["own"] = {}
+                answers = score(model.params, shows(f"HellaSwag of {model.name}"))
+                fields["hellaswag"] = {protocol: s.summary() for protocol, s in answers.items()}
             for evaluation in evaluations:
                 status.update(f"{evaluation.name} of {model.name}")
-                numbers = evaluation(model).items()
-                models[-1]["own"][evaluation.name] = {n: json_number(x) for n, x in numbers}
+                numbers = {name: json_number(x) for name, x in evaluation(model).items()}
+                fields.setdefault("own", {})[evaluation.name] = numbers
+            models.append(fields)
+            scores.append(answers)
             del model  # its parameters make room for those of the next
     fields = models[0]
     if questions:
@@ -274,30 +266,22 @@ def _difference(
     return difference
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Windows:
-    """Validation windows, and the tokenizer that wrote them."""
-
-    batches: ValidationBatches
-    tokenizer: Tokenizer
-    directory: Workdir
-
-
 def _open_windows(
     targets: Sequence[RunTarget | HFTarget],
     data: DataConfig | None,
     num_windows: int | None,
     mesh: Mesh,
     batch_size: int | None,
-) -> _Windows | None:
-    """The windows that the loss is measured on; None where nothing says which."""
+) -> tuple[ValidationBatches, Origin] | None:
+    """The windows that the loss is measured on, and where they are from; None where nothing says
+    which."""
     first = targets[0]
     run = read(first.checkpoints, first.step).config if isinstance(first, RunTarget) else None
     if isinstance(run, TrainConfig):
         data, num_windows = data or run.data, num_windows or run.eval.num_windows
     if data is None:
         return None
-    configs = sorted(map(_model_config, targets), key=lambda config: config.max_seq_len)
+    configs = sorted((t.config() for t in targets), key=lambda config: config.max_seq_len)
     try:
         tokens, *_ = [open_data(data, "val", model=config) for config in configs]
     except FileNotFoundError as error:
@@ -313,31 +297,27 @@ def _open_windows(
         num_windows=num_windows or EvalConfig.num_windows,
         batch_size=batch_size or max(1, _LOSS_TOKENS // length) * sharding.batch_shards(mesh),
     )
-    tokenizer = tokenizer_of_tokens(origin)
-    return _Windows(batches=batches, tokenizer=tokenizer, directory=origin.directory)
-
-
-def _model_config(target: RunTarget | HFTarget) -> ModelConfig:
-    if isinstance(target, RunTarget):
-        return read(target.checkpoints, target.step).model
-    return huggingface.read_config(target.directory)
+    return batches, origin
 
 
 def _loss(
-    model: TrainedModel, windows: _Windows, progress: Callable[[int, int], None]
+    model: TrainedModel,
+    windows: ValidationBatches,
+    origin: Origin,
+    progress: Callable[[int, int], None],
 ) -> ValidationLoss:
-    ours, theirs = (t.encode(_SAMPLE).tolist() for t in (model.tokenizer, windows.tokenizer))
-    if ours != theirs:
-        raise ValueError(
-            f"the tokens in {windows.directory} are those of another tokenizer: they were made by "
-            f"{windows.tokenizer.name}, and {model.name} reads tokens of {model.tokenizer.name}; "
-            "name such tokens by --data.path, or leave the loss out (--tasks hellaswag)."
-        )
+    wrote = tokenizer_of_tokens(origin)
+    require(
+        model.tokenizer.encode(_SAMPLE).tolist() == wrote.encode(_SAMPLE).tolist(),
+        f"the tokens in {origin.directory} are those of another tokenizer: they were made by "
+        f"{wrote.name}, and {model.name} reads tokens of {model.tokenizer.name}; name such tokens "
+        "by --data.path, or leave the loss out (--tasks hellaswag).",
+    )
 
     def batches() -> Iterator[dict[str, jax.Array]]:
-        for number, batch in enumerate(windows.batches, 1):
+        for number, batch in enumerate(windows, 1):
             yield batch
-            progress(number, len(windows.batches))
+            progress(number, len(windows))
 
     step = make_eval_step(model.config, model.mesh)
     return validation_loss(step, model.mesh, model.params, batches())

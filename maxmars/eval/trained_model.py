@@ -24,8 +24,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
-from maxmars.checkpoint import Checkpoint, candidates, find, load_params, save_params
+from maxmars.checkpoint import Checkpoint, candidates, find, load_params, read, save_params
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, from_dict
+from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.config.mesh import check_mesh_divides_model
 from maxmars.config.user_code import Source
@@ -57,7 +58,6 @@ from maxmars.model.language_model import LanguageModel, make_model, supports
 from maxmars.model.parameters import Parameters
 
 _MOST_PADDING = 256  # rows of a vocabulary are rounded up to a multiple of 64, 128 or 256
-_OTHER_BYTES = 20_000_000  # a generous bound of tokenizer files, configuration and headers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class TrainedModel:
     name: str
     """For people: `quickstart, step 500`, the name of a Hugging Face directory, or OWNER/NAME@ and
     the first digits of the commit of a model on the hub."""
-    source: str = ""
+    origin: str = ""
     """The checkpoint or Hugging Face directory that was read, or `hf:OWNER/NAME@COMMIT`."""
     digest: str | None = None
     """Of the whole state in the checkpoint; None for a Hugging Face directory."""
@@ -98,8 +98,8 @@ class TrainedModel:
         padding = -len(tokens) % shards
         rows = np.pad(np.asarray(tokens, np.int32), ((0, padding), (0, 0)))
         with jax.set_mesh(self.mesh):
-            found = _logits(self.params, rows, config=self.config)
-            return np.asarray(found)[: len(tokens), :, : self.config.vocab_size]
+            logits = _logits(self.params, rows, config=self.config)
+            return np.asarray(logits)[: len(tokens), :, : self.config.vocab_size]
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -146,40 +146,33 @@ def load(
         target = find_target(path, trust_code=trust_code)
     if isinstance(target, RunTarget):
         return _load_from_run(target, mesh)
-    directory = target.directory
-    config = huggingface.read_config(directory)
+    config = target.config()
     # `tensor` must divide the vocabulary, so pad it; padding changes no result.
     multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
     config = dataclasses.replace(config, vocab_pad_multiple=multiple)
-    huggingface.open_weights(directory, config)  # find errors before anything is loaded
+    huggingface.open_weights(target.directory, config)  # find errors before anything is loaded
     return TrainedModel(
         config=config,
         tokenizer=target.tokenizer(config, eot_token),
-        params=huggingface.load_params(directory, config, _abstract_params(config, mesh)),
+        params=huggingface.load_params(target.directory, config, _abstract_params(config, mesh)),
         mesh=mesh,
         name=target.name,
-        source=target.source,
+        origin=target.origin,
     )
 
 
 def _load_from_run(target: RunTarget, mesh: Mesh) -> TrainedModel:
-    tokenizer = target.tokenizer()
     for candidate in candidates(target.checkpoints, target.step):
         with candidate as stored:
-            config = target.model_config(stored)
-            params = load_params(stored, _abstract_params(config, mesh))
-            if tokenizer.num_text_ids > config.vocab_size:
-                raise ValueError(
-                    f"the tokenizer in {target.workdir / TOKENIZER} has {tokenizer.num_text_ids} "
-                    f"tokens, but the model only {config.vocab_size}; it belongs to another run."
-                )
+            config = target.config_to_run(stored)
+            tokenizer = target.tokenizer(config)
             return TrainedModel(
                 config=config,
-                params=params,
+                params=load_params(stored, _abstract_params(config, mesh)),
                 tokenizer=tokenizer,
                 mesh=mesh,
                 name=target.name(stored.step),
-                source=str(stored.path),
+                origin=str(stored.path),
                 digest=stored.digest,
             )
     raise AssertionError("unreachable")
@@ -207,11 +200,16 @@ class RunTarget:
     def workdir(self) -> Workdir:
         return self.checkpoints.parent
 
-    def tokenizer(self) -> Tokenizer:
+    def config(self) -> ModelConfig:
+        """The configuration of the model, as it was trained."""
+        return read(self.checkpoints, self.step).model
+
+    def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer that the run was trained with.
 
         Raises:
           FileNotFoundError: the run's directory has none.
+          ValueError: it has tokens that a model of this configuration does not know.
           ValueError, ImportError, OSError: see `maxmars.data.tokenizer.load`.
         """
         directory = self.workdir / TOKENIZER
@@ -222,9 +220,9 @@ class RunTarget:
                 "writes it anew; other programs' tokens name it by --data.tokenizer, and data of "
                 "your own by GrainConfig(tokenizer='byte') or 'gpt2'."
             )
-        return tokenizers.load(directory)
+        return _that_fits(tokenizers.load(directory), config, directory)
 
-    def model_config(self, stored: Checkpoint) -> ModelConfig:
+    def config_to_run(self, stored: Checkpoint) -> ModelConfig:
         """The configuration of the model in a checkpoint, to use it here.
 
         A module of the user's own is made by the file as it was in training, which the working
@@ -279,14 +277,23 @@ def check_code(kept: Workdir, source: Source) -> None:
     Raises:
       ValueError: they differ.
     """
-    recorded, found = source.sha256, hashlib.sha256(kept.read_bytes()).hexdigest()
-    if recorded is not None and recorded != found:
+    sha256 = hashlib.sha256(kept.read_bytes()).hexdigest()
+    if source.sha256 is not None and source.sha256 != sha256:
         raise ValueError(
-            f"{kept} is damaged: its SHA-256 is {found[:16]}, and that of the code which the run "
-            f"was trained with {recorded[:16]}; copy that file there, or start the run's `maxmars "
-            "train` command again, which does so. If you have read the file and trust it, give "
-            "--trust-code."
+            f"{kept} is damaged: its SHA-256 is {sha256[:16]}, and that of the code which the run "
+            f"was trained with {source.sha256[:16]}; copy that file there, or start the run's "
+            "`maxmars train` command again, which does so. If you have read the file and trust it, "
+            "give --trust-code."
         )
+
+
+def _that_fits(tokenizer: Tokenizer, config: ModelConfig, directory: Workdir) -> Tokenizer:
+    require(
+        tokenizer.num_text_ids <= config.vocab_size,
+        f"the tokenizer in {directory} has {tokenizer.num_text_ids} tokens, but the model only "
+        f"{config.vocab_size}; put the one that it was trained with there.",
+    )
+    return tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,11 +310,19 @@ class HFTarget:
         return self.directory.name if self.snapshot is None else self.snapshot.name
 
     @property
-    def source(self) -> str:
+    def origin(self) -> str:
         """The target that means the same files."""
-        return str(self.directory) if self.snapshot is None else self.snapshot.source
+        return str(self.directory) if self.snapshot is None else self.snapshot.origin
 
-    def tokenizer(self, config: GPT2Config, eot_token: str | None = None) -> Tokenizer:
+    def config(self) -> GPT2Config:
+        """The configuration of the model, by its `config.json`."""
+        return huggingface.read_config(self.directory)
+
+    def own_evaluations(self) -> tuple[Source, ...]:
+        """None: there is no run."""
+        return ()
+
+    def tokenizer(self, config: ModelConfig, eot_token: str | None = None) -> Tokenizer:
         """The directory's own tokenizer.
 
         Where there is none, and the vocabulary has the size of GPT-2's, or that rounded up as in
@@ -331,16 +346,11 @@ class HFTarget:
             tokenizer = GPT2Tokenizer()
             if processes.is_primary():
                 print(
-                    f"{self.source} has no tokenizer files; GPT-2's tokenizer is used, since the "
+                    f"{self.origin} has no tokenizer files; GPT-2's tokenizer is used, since the "
                     f"vocabulary has its size{f' and {padding} rows of padding' * bool(padding)}.",
                     file=sys.stderr,
                 )
-        if tokenizer.num_text_ids > config.vocab_size:
-            raise ValueError(
-                f"the tokenizer in {self.directory} has {tokenizer.num_text_ids} tokens, but the "
-                f"model only {config.vocab_size}; put the one that it was trained with there."
-            )
-        return tokenizer
+        return _that_fits(tokenizer, config, self.directory)
 
 
 def find_target(path: str | Path, *, trust_code: bool = False) -> RunTarget | HFTarget:
@@ -360,21 +370,20 @@ def find_target(path: str | Path, *, trust_code: bool = False) -> RunTarget | HF
     if hub.is_on_hub(path):
         snapshot = hub.fetch(path)
         return HFTarget(directory=snapshot.directory, snapshot=snapshot)
-    place = resolve(path)
-    require_access(place)
-    if not place.exists():
+    directory = resolve(path)
+    require_access(directory)
+    if not directory.exists():
         raise FileNotFoundError(
             f"{path} does not exist; name the working directory of a run, such as "
             "runs/quickstart, one of its checkpoints, a Hugging Face directory, or a model on the "
             "hub (hf:OWNER/NAME)."
         )
-    found = find(place)
-    if found is not None:
-        directory, step = found
-        return RunTarget(checkpoints=resolve(directory), step=step, trust_code=trust_code)
-    if isinstance(place, Path) and huggingface.is_hf_directory(place):
-        return HFTarget(directory=place)
-    if (place / CHECKPOINTS).is_dir() or place.name == CHECKPOINTS:
+    if (checkpoints_and_step := find(directory)) is not None:
+        checkpoints, step = checkpoints_and_step
+        return RunTarget(checkpoints=resolve(checkpoints), step=step, trust_code=trust_code)
+    if isinstance(directory, Path) and huggingface.is_hf_directory(directory):
+        return HFTarget(directory=directory)
+    if (directory / CHECKPOINTS).is_dir() or directory.name == CHECKPOINTS:
         raise FileNotFoundError(
             f"{path} holds no checkpoint yet; a run writes the first after checkpoint.every steps "
             "and one at its end."
@@ -409,12 +418,12 @@ class Exported:
     """Of the model."""
     dtype: huggingface.Dtype
     """Type of the weights."""
-    source: Checkpoint | HFTarget
+    origin: Checkpoint | HFTarget
     """Where it was read from."""
 
 
 def export_model(
-    source: str | Path,
+    path: str | Path,
     out: str | Path,
     *,
     dtype: huggingface.Dtype = "float32",
@@ -428,7 +437,7 @@ def export_model(
     user's own says by its `export` what it is in Hugging Face's terms.
 
     Args:
-      source: see `load`.
+      path: see `load`.
       out: directory to make.
       dtype: type of the weights in it.
       max_file_bytes: the weights are split into files of this size at most.
@@ -438,19 +447,14 @@ def export_model(
     Raises:
       FileExistsError: `out` exists.
       FileNotFoundError, ValueError: see `load`; a tokenizer is not necessary.
-      OSError: the disk is too small or cannot be written to.
+      OSError: the disk is full or cannot be written to.
     """
-    target = find_target(source)
+    target = find_target(path)
 
     def write(
-        config: ModelConfig,
-        name: str,
-        open_tokenizer: Callable[[], Tokenizer],
-        model: huggingface.HFModel,
-        source: Checkpoint | HFTarget,
+        config: ModelConfig, name: str, model: huggingface.HFModel, origin: Checkpoint | HFTarget
     ) -> Exported:
         num_bytes, notes, tokenizer = model.num_bytes(dtype), [], None
-        _check_space(out, directory, num_bytes)
 
         def arrays_and_progress() -> Iterator[np.ndarray]:
             for array_name, array in zip(model.shapes, model.arrays, strict=True):
@@ -458,7 +462,7 @@ def export_model(
                 yield array
 
         try:
-            tokenizer = open_tokenizer()
+            tokenizer = target.tokenizer(config)
         except EXTERNAL_ERRORS as error:
             notes.append(f"Tokenizer files were not written: {in_words(error)}")
         files = huggingface.write_model(
@@ -476,16 +480,19 @@ def export_model(
                 f"{config.document_end_id}), Hugging Face's does not: logits agree as long as a "
                 "text does not hold that token after its beginning."
             )
+        num_parameters = sum(map(math.prod, model.shapes.values()))
+        if config.make is None:  # biases of zeros are none
+            num_parameters = Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count
         exported = Exported(
             name=name,
             architecture=model.architecture,
-            num_parameters=_num_parameters(config, model),
+            num_parameters=num_parameters,
             num_bytes=num_bytes,
             num_files=len(files),
             notes=notes,
             config=config,
             dtype=dtype,
-            source=source,
+            origin=origin,
         )
         status.update("adding files")
         add_files(directory, exported)
@@ -493,27 +500,22 @@ def export_model(
 
     with _in_the_making(out) as directory, Progress(stderr=True) as status:
         if isinstance(target, HFTarget):
-            config = huggingface.read_config(target.directory)
+            config = target.config()
             weights = huggingface.open_weights(target.directory, config)
-            return write(
-                config,
-                target.name,
-                lambda: target.tokenizer(config),
-                huggingface.gpt2_model(
-                    config, lambda layout: (weights[name].read() for name in layout.names)
-                ),
-                target,
+            model = huggingface.gpt2_model(
+                config, lambda layout: (weights[name].read() for name in layout.names)
             )
+            return write(config, target.name, model, target)
         for candidate in candidates(target.checkpoints, target.step):
             with candidate as stored:
                 config: Any = stored.model
                 if config.make is None:
-                    read = functools.partial(_read_layout, stored)
-                    model = huggingface.gpt2_model(config, read)
+                    read_layout = functools.partial(_read_layout, stored)
+                    model = huggingface.gpt2_model(config, read_layout)
                 else:
-                    config = target.model_config(stored)
+                    config = target.config_to_run(stored)
                     model = _exported_by_itself(config, stored)
-                return write(config, target.name(stored.step), target.tokenizer, model, stored)
+                return write(config, target.name(stored.step), model, stored)
     raise AssertionError("unreachable")
 
 
@@ -544,12 +546,6 @@ def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.
     )
 
 
-def _num_parameters(config: Any, model: huggingface.HFModel) -> int:
-    if config.make is None:  # biases of zeros are none
-        return Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count
-    return sum(map(math.prod, model.shapes.values()))
-
-
 def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
     """One parameter of a checkpoint, as Hugging Face's arrays."""
     leaf: Any = Parameters(stored.model).abstract
@@ -562,12 +558,12 @@ def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[n
 
 
 def import_model(
-    source: str | Path, out: str | Path, *, eot_token: str | None = None
+    path: str | Path, out: str | Path, *, eot_token: str | None = None
 ) -> TrainedModel:
     """Write a Hugging Face model as a checkpoint of step 0 with digests, and its tokenizer.
 
     `out` can be used wherever a run's directory can, but there is no training to continue. It
-    appears complete or not at all, and its `imported_from.json` names the source. `source` is a
+    appears complete or not at all, and its `imported_from.json` names the origin. `path` is a
     Hugging Face directory, or a model on the hub, and `eot_token` as for `load`.
 
     Returns:
@@ -577,17 +573,16 @@ def import_model(
       FileExistsError: `out` exists.
       FileNotFoundError, ImportError: the model has no weights, or no tokenizer.
       ValueError: it is no Hugging Face directory, or does not hold a sound GPT-2.
-      OSError: the disk is too small or cannot be written to; or see `hub.fetch`.
+      OSError: the disk is full or cannot be written to; or see `hub.fetch`.
     """
-    target = find_target(source)
+    target = find_target(path)
     if isinstance(target, RunTarget):
-        raise ValueError(f"{source} is a run of maxmars already; there is nothing to import.")
+        raise ValueError(f"{path} is a run of maxmars already; there is nothing to import.")
     with _in_the_making(out) as directory:
         model = load(target, eot_token=eot_token)
-        _check_space(out, directory, sharding.bytes_of(model.params))
         save_params(directory / CHECKPOINTS, model.config, model.params, mesh=model.mesh)
         tokenizers.save(model.tokenizer, directory / TOKENIZER)
-        write_json(directory / IMPORTED_FROM, {"source": model.source})
+        write_json(directory / IMPORTED_FROM, {"source": model.origin})
     return model
 
 
@@ -613,13 +608,3 @@ def _in_the_making(out: str | Path) -> Generator[Path]:
     except BaseException:
         shutil.rmtree(directory, ignore_errors=True)
         raise
-
-
-def _check_space(out: str | Path, directory: Path, num_bytes: int) -> None:
-    free = shutil.disk_usage(directory).free
-    needed = num_bytes + _OTHER_BYTES
-    if free < needed:
-        raise OSError(
-            f"{out} needs {needed / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left; "
-            "make room or choose another disk."
-        )

@@ -55,7 +55,7 @@ class Snapshot:
         return f"{self.repository}@{self.commit[:7]}"
 
     @property
-    def source(self) -> str:
+    def origin(self) -> str:
         """The target that will always mean this commit."""
         return f"{_PREFIX}{self.repository}@{self.commit}"
 

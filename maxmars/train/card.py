@@ -96,7 +96,7 @@ def write_card(
       ValueError: a report is on another model, or a file of the run is damaged.
       OSError: the disk is full.
     """
-    stored = exported.source if isinstance(exported.source, Checkpoint) else None
+    stored = exported.origin if isinstance(exported.origin, Checkpoint) else None
     run = _Run(stored) if stored and isinstance(stored.config, TrainConfig) else None
     measured = _measured(exported, run, reports)
     notes, title, target = [], (hub or name).rpartition("/")[2], f"hf:{hub}" if hub else name
@@ -232,7 +232,7 @@ def _measured(exported: Exported, run: _Run | None, reports: Sequence[Fields]) -
 
 def _of_the_model(exported: Exported, report: Fields) -> Fields:
     """The part of a report, which may be on two models, that is on the exported one."""
-    digest = exported.source.digest if isinstance(exported.source, Checkpoint) else None
+    digest = exported.origin.digest if isinstance(exported.origin, Checkpoint) else None
     models = [report, *filter(None, [report.get("against")])]
     for model in models:
         if model.get("digest") == digest and (digest or model["name"] == exported.name):
@@ -282,8 +282,8 @@ def _front_matter(
     fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     kind = ["gpt2"] if exported.config.make is None else []
     tags, results = [*kind, "maxmars", "jax"], []
-    if isinstance(exported.source, HFTarget):
-        fields |= _source_license(exported.source.directory)
+    if isinstance(exported.origin, HFTarget):
+        fields |= _source_license(exported.origin.directory)
     if run is not None:
         optimizer = type(run.config.optimizer).__name__.removesuffix("Config").lower()
         tags += ["pretraining", *([] if optimizer == "optax" else [optimizer])]
@@ -568,7 +568,7 @@ def _limits(exported: Exported, run: _Run | None) -> str:
 
 
 def _license(directory: Path, exported: Exported, run: _Run | None) -> str:
-    target = exported.source
+    target = exported.origin
     if isinstance(target, HFTarget) and (original := target.directory / CARD).is_file():
         (directory / SOURCE_CARD).write_bytes(original.read_bytes())
         said = _source_license(target.directory).get("license")
@@ -592,7 +592,7 @@ def _source_license(source: Path) -> dict[str, Any]:
 
 def _eval_command(exported: Exported) -> str:
     """The command that measures the exported model, for people."""
-    source = exported.source
+    source = exported.origin
     target = source.path if isinstance(source, Checkpoint) else source.source
     return shlex.join(["maxmars", "eval", str(target), "--output", "scores.json"])
 

@@ -91,7 +91,7 @@ def fetch_source(workdir: Workdir, source: InitFrom) -> InitFrom:
         return begun["weights"] if begun is not None and is_same else source.path
 
     begun = processes.text_from_primary(recorded) or source.path
-    return dataclasses.replace(source, commit=hub.fetch(begun).source)
+    return dataclasses.replace(source, commit=hub.fetch(begun).origin)
 
 
 def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -> Initial:
@@ -119,7 +119,7 @@ def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -
         assert isinstance(target, HFTarget), "a run was looked for before"
         if source.optimizer_state:
             raise _no_optimizer_state(path)
-        model, weights = huggingface.read_config(target.directory), target.source
+        model, weights = huggingface.read_config(target.directory), target.origin
         _check_model(path, model, config.model)
         assert isinstance(config.model, GPT2Config)
         model = dataclasses.replace(model, vocab_pad_multiple=config.model.vocab_pad_multiple)

@@ -65,12 +65,10 @@ DTYPES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_agrees_with_the_numpy_reference(dtype):
-    tree = {
-        str(len(s)): jnp.asarray(bits(s, jnp.dtype(dtype))) for s in [(), (5,), (3, 4), (2, 3, 5)]
-    }
-    assert digest(tree) == {k: reference(v) for k, v in tree.items()}
+def test_agrees_with_the_numpy_reference():
+    tree = {dtype: jnp.asarray(bits((2, 3, 5), jnp.dtype(dtype))) for dtype in DTYPES}
+    tree |= {str(len(s)): jnp.asarray(bits(s, jnp.dtype("bfloat16"))) for s in [(), (5,), (3, 4)]}
+    assert digest(tree) == {name: reference(x) for name, x in tree.items()}
 
 
 @pytest.mark.gpu
@@ -79,12 +77,11 @@ def test_an_accelerator_gives_the_digests_of_the_numpy_reference():
     assert digest(tree) == {dtype: reference(x) for dtype, x in tree.items()}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "int64", "uint64"])
-def test_64_bit_types_are_two_words(dtype):
-    with jax.enable_x64(True):
-        tree = {"x": jnp.asarray(bits((3, 5), dtype)), "s": jnp.asarray(bits((), dtype))}
-        assert tree["x"].dtype == dtype
-        assert digest(tree) == {k: reference(v) for k, v in tree.items()}
+def test_64_bit_types_are_two_words(x64):
+    tree = {dtype: jnp.asarray(bits((3, 5), dtype)) for dtype in ("float64", "int64")}
+    tree["scalar"] = jnp.asarray(bits((), "uint64"))
+    assert [x.dtype.itemsize for x in tree.values()] == [8, 8, 8]
+    assert digest(tree) == {name: reference(x) for name, x in tree.items()}
 
 
 def test_scalars_and_empty_arrays():
@@ -103,10 +100,7 @@ def test_scalars_and_empty_arrays():
     ("sizes", "spec"),
     [
         ((8, 1, 1), P()),
-        ((8, 1, 1), P(None, "data", None)),
         ((1, 8, 1), P("fsdp", None, None)),
-        ((1, 1, 8), P(None, None, "tensor")),
-        ((2, 2, 2), P("fsdp", None, "tensor")),
         ((2, 2, 2), P("data", "tensor", "fsdp")),
         ((2, 2, 2), P(("data", "fsdp", "tensor"), None, None)),
     ],
@@ -129,35 +123,21 @@ def test_any_flipped_bit_changes_both_sums():
         assert other[8:] != plain[8:]
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda x: x[::-1],  # layers
-        lambda x: x[:, ::-1],  # rows
-        lambda x: x[:, :, jnp.array([1, 0, 2, 3])],  # two columns
-        lambda x: x.swapaxes(1, 2),
-        lambda x: jnp.roll(x, 1, axis=1),
-        lambda x: x.at[0, 1].set(x[1, 0]).at[1, 0].set(x[0, 1]),  # two rows of two layers
-        lambda x: -x,
-        lambda x: x.reshape(4, 2, 4).reshape(-1, 2, 4)[jnp.array([1, 0, 2, 3])].reshape(2, 4, 4),
-    ],
-)
-def test_moving_values_changes_both_sums(change):
+def test_moved_values_sizes_and_signs_change_both_sums():
     x = jax.random.normal(jax.random.key(0), (2, 4, 4))
-    before, after = digest([x])["0"], digest([change(x)])["0"]
-    assert before[:8] != after[:8]
-    assert before[8:] != after[8:]
-
-
-def test_constant_arrays_of_different_sizes_and_signs_differ():
-    values = [
-        jnp.zeros((4, 4)),
-        jnp.zeros((4, 5)),
-        -jnp.zeros((4, 4)),
-        jnp.zeros(16),
-        jnp.ones((4, 4)),
+    moved = [
+        x,
+        x[::-1],  # layers
+        x[:, ::-1],  # rows
+        x[:, :, jnp.array([1, 0, 2, 3])],  # two columns
+        x.swapaxes(1, 2),
+        x.at[0, 1].set(x[1, 0]).at[1, 0].set(x[0, 1]),  # two rows of two layers
+        -x,
     ]
-    assert len(set(digest(values).values())) == len(values)
+    constant = [jnp.zeros((4, 4)), jnp.zeros((4, 5)), -jnp.zeros((4, 4)), jnp.zeros(16)]
+    digests = [*digest([*moved, *constant]).values()]
+    for half in (slice(8), slice(8, 16)):
+        assert len({digest[half] for digest in digests}) == len(moved) + len(constant)
 
 
 class Pair(NamedTuple):
@@ -173,11 +153,8 @@ def test_paths_name_keys_fields_and_indices():
     assert digest(nested) == digest(plain)
     assert jax.tree.structure(to_plain(nested)) == jax.tree.structure(plain)
     assert jax.tree.structure(from_plain(plain, nested)) == jax.tree.structure(nested)
-
-
-def test_leaf_types():
-    tree = {"a": jnp.zeros((2, 3), jnp.bfloat16), "b": jax.ShapeDtypeStruct((), jnp.int32)}
-    assert leaf_types(tree) == {"a": "bfloat16[2,3]", "b": "int32[]"}
+    types = {"a": jnp.zeros((2, 3), jnp.bfloat16), "b": jax.ShapeDtypeStruct((), jnp.int32)}
+    assert leaf_types(types) == {"a": "bfloat16[2,3]", "b": "int32[]"}
 
 
 def test_rejects_what_it_cannot_name_or_digest():
@@ -206,7 +183,7 @@ def test_second_call_compiles_nothing(caplog):
     assert "Compiling" not in caplog.text
 
 
-@pytest.mark.parametrize("spec", [P(), P("fsdp"), P(None, "fsdp"), P(("fsdp", "tensor"))])
+@pytest.mark.parametrize("spec", [P(), P(("fsdp", "tensor"))])
 def test_needs_no_memory_and_moves_no_arrays(spec):
     mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=NamedSharding(mesh, spec))

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -15,15 +14,6 @@ from etils import epath
 from refusals import refused
 
 from maxmars.checkpoint.lock import FileLock, Lease, acquire
-
-HOLD = """
-import sys, time
-from etils import epath
-from maxmars.checkpoint.lock import FileLock
-lock = FileLock(epath.Path(sys.argv[1]))
-print("locked", flush=True)
-time.sleep(600)
-"""
 
 
 def test_a_directory_that_is_gone_or_another_one_is_noticed(tmp_path):
@@ -46,34 +36,19 @@ def test_a_directory_that_is_gone_or_another_one_is_noticed(tmp_path):
 def test_a_link_is_no_lock(tmp_path):
     (tmp_path / "precious").write_text("keep")
     (tmp_path / ".lock").symlink_to(tmp_path / "precious")
-    with refused(ValueError, tmp_path / ".lock"):
+    with refused(OSError, tmp_path / ".lock"):
         FileLock(epath.Path(tmp_path))
     assert (tmp_path / "precious").read_text() == "keep"
 
 
-def test_the_kernel_frees_the_lock_of_a_killed_process(tmp_path):
-    path = epath.Path(tmp_path)
-    owner = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
-    with owner:
-        assert owner.stdout.readline() == "locked\n"
-        with refused(ValueError, path, f"process {owner.pid}", "--workdir"):
-            FileLock(path, patience_s=0.2)
-        owner.send_signal(signal.SIGKILL)
-        FileLock(path).release()
-    acquire(path / "new").release()
-
-
-@pytest.mark.parametrize("record", ["no JSON", "[1]", "{}"])
-def test_a_damaged_record_is_no_obstacle(tmp_path, record):
-    path = epath.Path(tmp_path)
-    (path / ".lock").write_text(record)
-    lock = FileLock(path)
-    (path / ".lock").write_text(record)
+def test_a_damaged_record_is_no_obstacle(tmp_path):
+    path = epath.Path(tmp_path) / "new"
+    lock = acquire(path)
+    (path / ".lock").write_text("no JSON")
     with refused(ValueError, path):
         FileLock(path, patience_s=0.0)
     lock.release()
+    FileLock(path).release()
 
 
 DURATION_S = 0.4
@@ -108,10 +83,9 @@ class Network:
         return written
 
 
-@pytest.fixture(params=["memory", pytest.param("file", marks=pytest.mark.slow)])
-def store(request, tmp_path):
-    spec = {"driver": request.param, "path": f"{tmp_path}/"}
-    return tensorstore.KvStore.open(spec, context=tensorstore.Context()).result()
+@pytest.fixture
+def store():
+    return tensorstore.KvStore.open({"driver": "memory"}, context=tensorstore.Context()).result()
 
 
 def lease(store):
@@ -122,23 +96,13 @@ def record(store):
     return store.read("owner.json").result().value
 
 
-def test_a_lease_is_refused_while_its_owner_lives_and_free_when_released(store):
-    mine = lease(store)
-    time.sleep(2 * DURATION_S)  # renewed meanwhile
-    mine.check()
-    with refused(ValueError, "gs://bucket/run", f"process {os.getpid()}"):
-        lease(store)
-    mine.check()
-    mine.release()
-    assert store.read("owner.json").result().state == "missing"
-    started = time.monotonic()
-    lease(store).release()
-    assert time.monotonic() - started < DURATION_S
-
-
-def test_a_silent_owners_lease_is_taken_over_after_its_duration(store, caplog):
+def test_a_living_owner_keeps_its_lease_and_a_silent_one_loses_it(store, caplog):
     network = Network(store)
     silent = lease(network)
+    time.sleep(2 * DURATION_S)  # renewed meanwhile
+    with refused(ValueError, "gs://bucket/run", f"process {os.getpid()}"):
+        lease(store)
+    silent.check()
     network.is_cut = True
     started = time.monotonic()
     mine = lease(store)
@@ -155,6 +119,7 @@ def test_a_silent_owners_lease_is_taken_over_after_its_duration(store, caplog):
     silent.release()  # deletes nothing of the other
     mine.check()
     mine.release()
+    assert store.read("owner.json").result().state == "missing"
 
 
 def test_a_write_whose_answer_was_lost_is_not_a_loss(store):

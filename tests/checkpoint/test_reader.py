@@ -1,10 +1,8 @@
 """Reading checkpoints: on any mesh, in parts, every kind of damage, and of other versions."""
 
-import errno
 import gc
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -97,13 +95,13 @@ def test_one_array_after_the_other_from_the_newest_sound_checkpoint(saved, copy)
     wanted = abstract(saved[1][1]["params"])
     for candidate in candidates(copy):
         with candidate as checkpoint:
-            parts = {}
+            arrays = {}
             for name, leaf in wanted.items():
-                parts |= load_arrays(checkpoint, {"params": {name: leaf}})["params"]
+                arrays |= load_arrays(checkpoint, {"params": {name: leaf}})["params"]
     ((skipped, why),) = candidate.skipped
     assert (checkpoint.step, skipped) == (1, 2)
     assert "state" in why
-    assert_same(parts, saved[1][1]["params"])
+    assert_same(arrays, saved[1][1]["params"])
 
 
 def swap_layers(path):
@@ -125,11 +123,7 @@ def change_data_position(path):
 DAMAGE = {
     "empty directory": (lambda p: [shutil.rmtree(p), p.mkdir()], "meta"),
     "truncated data": (lambda p: truncate(data_files(p)[0]), "state"),
-    "missing data": (lambda p: data_files(p)[0].unlink(), "state"),
-    "missing _METADATA": (lambda p: (p / "state/_METADATA").unlink(), "state"),
-    "missing state": (lambda p: shutil.rmtree(p / "state"), "state"),
     "missing manifest": (lambda p: (p / "state/manifest.ocdbt").unlink(), "state"),
-    "garbled meta": (lambda p: flip(p / "meta/data.json", 0), "meta"),
     "changed meta": (change_data_position, "meta"),
     "swapped layers": (swap_layers, "params/h/kernel"),
 }
@@ -154,14 +148,12 @@ def test_damage_is_skipped_with_its_reason(saved, copy, caplog, capfd, kind):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("flips", [4, pytest.param(10, marks=pytest.mark.slow)])
-def test_flipped_bits_are_caught_or_harmless(saved, copy, flips):
-    """So many bits of each file with arrays, and one of each other."""
+def test_flipped_bits_are_caught_or_harmless(saved, copy):
+    """Four bits of each file with arrays, and one of each other."""
     arrays, caught = data_files(copy / "2"), 0
     for file in (path for path in (copy / "2").rglob("*") if path.is_file()):
         size = file.stat().st_size
-        step = -(-size // flips) if file in arrays else size
-        for offset in range(0, size, step):
+        for offset in range(0, size, -(-size // 4) if file in arrays else size):
             flip(file, offset)
             got = load(copy, abstract(saved[1][2]))
             assert_same(got.state, saved[1][got.checkpoint.step])
@@ -200,8 +192,6 @@ def test_errors(saved, copy, tmp_path):
     "error",
     [
         TimeoutError("Connection timeout to host"),
-        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
-        OSError(errno.ESTALE, os.strerror(errno.ESTALE)),
         ValueError("UNAVAILABLE: Error reading the key: HTTP response code: 503"),
     ],
 )
@@ -223,21 +213,13 @@ def test_a_network_that_fails_is_no_damage(saved, copy, monkeypatch, error):
     assert read(copy).step == 2
 
 
-@pytest.mark.parametrize(
-    ("commit", "named"),
-    [
-        ("1" * 40, [f"git checkout {'1' * 40}"]),
-        (f"{'2' * 40}-dirty", [f"git checkout {'2' * 40}", "not committed"]),
-        (None, ["git commit"]),
-    ],
-)
-def test_a_newer_format_is_refused_and_names_the_code_that_wrote_it(copy, commit, named):
+def test_a_newer_format_is_refused_and_names_the_code_that_wrote_it(copy):
     def newer(meta):
         meta["format_version"] = 99
-        meta["environment"]["git_commit"] = commit
+        meta["environment"]["git_commit"] = f"{'2' * 40}-dirty"
 
     change_meta(copy / "2", newer)
-    with refused(ValueError, copy / "2", "format 99", *named):
+    with refused(ValueError, copy / "2", "format 99", f"git checkout {'2' * 40}`"):
         read(copy)
 
 

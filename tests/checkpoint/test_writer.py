@@ -3,15 +3,11 @@
 import json
 import os
 import re
-import tempfile
 import time
 from types import SimpleNamespace
 
 import jax
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from orbax.checkpoint import v1
 from refusals import refused
 from states import (
     ADAMW,
@@ -31,32 +27,32 @@ from maxmars.checkpoint import Checkpointer, list_steps, load, read, save_params
 from maxmars.checkpoint.writer import Retention, SaveTimer
 from maxmars.config import CheckpointConfig
 
-SIZES = [(a, b, 8 // a // b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if a * b <= 8]
-CUTS = [("fsdp", "tensor"), ("tensor", "fsdp"), (None, ("data", "fsdp")), ("data", None)]
-places = st.tuples(st.sampled_from(SIZES), st.sampled_from(CUTS))
+ROUND_TRIPS = [
+    # Sizes of data, fsdp and tensor, and what cuts the last two axes, before and after.
+    (PARTITION, (2, 2, 2), ("fsdp", "tensor"), (1, 8, 1), (None, ("data", "fsdp"))),
+    (PARTITION, (8, 1, 1), ("data", None), (2, 1, 4), ("tensor", "fsdp")),
+    (ADAMW, (1, 2, 4), ("tensor", "fsdp"), (4, 2, 1), ("data", None)),
+]
 
 
 @pytest.mark.seconds
-@settings(max_examples=12, deadline=None, database=None, derandomize=True)
-@given(places, places, st.sampled_from([PARTITION, ADAMW]))
-def test_round_trip_onto_any_other_mesh_is_bit_exact(one, other, tx):
-    state = make_state(tx)
-    (mesh, cuts), (other_mesh, other_cuts) = [(mesh_of(*sizes), c) for sizes, c in (one, other)]
-    with tempfile.TemporaryDirectory() as folder:
-        with Checkpointer(folder, config(), mesh=mesh) as checkpointer:
-            assert checkpointer.latest_step() is None
-            checkpointer.save(1, place(state, mesh, cuts), data_position=80)
-            assert checkpointer.latest_step() == 1
-        with Checkpointer(folder, config(), mesh=other_mesh) as checkpointer:
-            want = abstract(state, other_mesh, other_cuts)
-            got = checkpointer.restore(want)
-            checkpointer.save(2, got.state, data_position=160)
-        first, second = (read(folder, step) for step in (1, 2))
-        assert_same(load(folder, abstract(state), 2).state, state)
+@pytest.mark.parametrize(("tx", "sizes", "cuts", "other_sizes", "other_cuts"), ROUND_TRIPS)
+def test_round_trip_onto_another_mesh_is_bit_exact(
+    tmp_path, tx, sizes, cuts, other_sizes, other_cuts
+):
+    state, mesh, other_mesh = make_state(tx), mesh_of(*sizes), mesh_of(*other_sizes)
+    with Checkpointer(tmp_path, config(), mesh=mesh) as checkpointer:
+        assert checkpointer.latest_step() is None
+        checkpointer.save(1, place(state, mesh, cuts), data_position=80)
+        assert checkpointer.latest_step() == 1
+    with Checkpointer(tmp_path, config(), mesh=other_mesh) as checkpointer:
+        want = abstract(state, other_mesh, other_cuts)
+        got = checkpointer.restore(want)
+        checkpointer.save(2, got.state, data_position=160)
     assert (got.checkpoint.step, got.checkpoint.data_position, got.skipped) == (1, 80, ())
     assert_same(got.state, state)
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, got.state, want))
-    assert first.digest == second.digest
+    assert read(tmp_path, 1).digest == read(tmp_path, 2).digest
 
 
 def test_saves_are_asynchronous_and_safe_from_donation(tmp_path):
@@ -116,37 +112,26 @@ def test_a_second_writer_is_refused_and_what_a_killed_run_left_is_swept(tmp_path
 
 
 @pytest.mark.seconds
-def test_damaged_checkpoints_are_set_aside_and_stay(tmp_path, caplog):
-    states = {step: place(make_state(seed=step)) for step in (1, 2)}
-    with Checkpointer(tmp_path, config(keep_last=2), mesh=MESH) as checkpointer:
-        for step, state in states.items():
-            checkpointer.save(step, state, data_position=8 * step, wait=True)
-        for name in ("2.damaged", "2.damaged-2", "2.damaged-3"):
-            truncate(data_files(tmp_path / "2")[0])
-            got = checkpointer.restore(abstract(states[1]))
-            assert got.checkpoint.step == 1
-            assert_same(got.state, states[1])
-            assert list_steps(tmp_path) == [1]
-            assert re.search(rf"checkpoint 2 .*/{name}\b", caplog.text)
-            checkpointer.save(2, states[2], data_position=16, wait=True)
-            assert list_steps(tmp_path) == [1, 2]
-    assert len(list(tmp_path.glob("2.damaged*/state"))) == 3
-
-
-@pytest.mark.parametrize("says", ["", "[1]", "[" * 100_000, '{"commit_timestamp_nsecs": "soon"}'])
-def test_nonsense_in_orbaxs_own_file_stops_nothing(tmp_path, says):
+@pytest.mark.parametrize("says", ["[" * 100_000, '{"commit_timestamp_nsecs": "soon"}'])
+def test_damaged_ones_are_set_aside_and_nonsense_of_orbaxs_own_stops_nothing(
+    tmp_path, caplog, says
+):
     states = {step: place(make_state(seed=step)) for step in (1, 2, 3)}
     with Checkpointer(tmp_path, config(keep_last=3), mesh=MESH) as checkpointer:
         for step in (1, 2):
             checkpointer.save(step, states[step], data_position=8 * step)
     (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text(says)
     truncate(data_files(tmp_path / "2")[0])
+    (tmp_path / "2.damaged").mkdir()
     with Checkpointer(tmp_path, config(keep_last=3), mesh=MESH) as checkpointer:
         got = checkpointer.restore(abstract(states[1]))
         assert got.checkpoint.step == 1
         assert_same(got.state, states[1])
-        checkpointer.save(3, states[3], data_position=24)
-    assert list_steps(tmp_path) == [1, 3]
+        assert re.search(r"checkpoint 2 .*/2\.damaged-2\b", caplog.text)
+        for step in (2, 3):
+            checkpointer.save(step, states[step], data_position=8 * step)
+    assert list_steps(tmp_path) == [1, 2, 3]
+    assert (tmp_path / "2.damaged-2" / "state").is_dir()
 
 
 def test_parameters_alone(tmp_path):
@@ -181,47 +166,16 @@ def kept(**config):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"keep_last": 1}, [70]),
         ({"keep_last": 3}, [50, 60, 70]),
         ({"keep_last": 99}, list(LOSSES)),
-        ({"keep_last": 1, "keep_best": 1}, [20, 70]),
         ({"keep_last": 1, "keep_best": 2}, [20, 60, 70]),  # of equals the newer
         ({"keep_last": 1, "keep_best": 6}, [10, 20, 35, 41, 60, 70]),  # NaN is never best
         ({"keep_last": 1, "keep_every": 20}, [20, 41, 60, 70]),  # the first from each multiple on
-        ({"keep_last": 1, "keep_every": 100}, [70]),
         ({"keep_last": 1, "keep_best": 1, "keep_every": 35}, [20, 35, 70]),
     ],
 )
 def test_what_is_kept(config, expected):
     assert kept(**config) == expected
-
-
-def left(policy, losses):
-    """What is on the disk after each save of a run, by a policy of ours or of Orbax."""
-    disk, after = [], []
-    for step, loss in losses.items():
-        disk.append(SimpleNamespace(step=step, metrics={"eval/loss": loss}))
-        flags = policy.should_preserve(disk, context=None)
-        disk = [checkpoint for checkpoint, keep in zip(disk, flags, strict=True) if keep]
-        after.append([checkpoint.step for checkpoint in disk])
-    return after
-
-
-@settings(deadline=None, database=None, derandomize=True)
-@given(
-    st.dictionaries(st.integers(1, 200), st.sampled_from([1.0, 2.0, 3.0, 4.0]), min_size=1),
-    st.integers(1, 4),
-    st.integers(1, 4),
-)
-def test_the_newest_and_the_best_are_those_of_orbaxs_policies(losses, keep_last, keep_best):
-    losses = dict(sorted(losses.items()))
-    ours = Retention(CheckpointConfig(keep_last=keep_last, keep_best=keep_best))
-    for step, loss in losses.items():
-        ours.record(step, {"eval/loss": loss})
-    policies = v1.training.preservation_policies
-    best = policies.BestN(get_metric_fn=lambda metrics: -metrics["eval/loss"], n=keep_best)
-    orbaxs = policies.AnyPreservationPolicy([policies.LatestN(keep_last), best])
-    assert left(ours, losses) == left(orbaxs, losses)
 
 
 class Clock:
@@ -232,7 +186,7 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("step_s", [0.01, 1.0, 7.0, 100.0])
+@pytest.mark.parametrize("step_s", [0.01, 7.0, 100.0])
 def test_due_soon_after_the_time_and_seldom_asked(step_s):
     clock = Clock()
     timer = SaveTimer(1.0, clock)
@@ -244,10 +198,6 @@ def test_due_soon_after_the_time_and_seldom_asked(step_s):
         assert 60 <= clock.now - since < 60 + step_s + 1e-6
         assert clock.looks <= min(step + 1, 20)
         timer.restart()
-
-
-def test_never_due_without_a_time():
-    clock = Clock()
-    timer = SaveTimer(None, clock)
+    never = SaveTimer(None, clock)
     clock.now = 1e9
-    assert not timer.is_due(1)
+    assert not never.is_due(1)

@@ -1,33 +1,26 @@
 import dataclasses
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tokenizers
 from refusals import refused
-from tiny import ADAMW, MODEL, random_params, tiny_config
+from tiny import MODEL, random_params
 
-from maxmars.config import MeshConfig, TokenShardsConfig
-from maxmars.data.prepare import prepare
+from maxmars.config import MeshConfig
 from maxmars.data.tokenizer import ByteTokenizer
-from maxmars.data.tokenizer import load as load_tokenizer
 from maxmars.distributed import sharding
-from maxmars.eval import TrainedModel, load
+from maxmars.eval import TrainedModel
 from maxmars.eval.generate import (
     GREEDY,
     Sampling,
-    bucket_length,
     choose,
     generate_texts,
     generate_tokens,
-    stream_texts,
     stream_tokens,
 )
 from maxmars.model.language_model import make_model
 from maxmars.model.parameters import Parameters
-from maxmars.train import train
 
 ALL = Sampling(temperature=1.0, top_k=None)
 RNG = np.random.default_rng(0)
@@ -61,8 +54,8 @@ def sampled(model):
     return generate(model)
 
 
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(ours, expected):
+    for one, other in zip(ours, expected, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -81,18 +74,13 @@ def uncached(model, prompt, count):
 
 
 def test_greedy_tokens_are_those_of_the_uncached_model_also_beyond_its_context(model):
-    found = generate(model, sampling=GREEDY)
-    assert_equal(found, [uncached(model, prompt, 24) for prompt in PROMPTS])
-    assert_equal(generate(model, sampling=Sampling(temperature=3.0, top_k=1)), found)
+    greedy = generate(model, sampling=GREEDY)
+    assert_equal(greedy, [uncached(model, prompt, 24) for prompt in PROMPTS])
+    assert_equal(generate(model, sampling=Sampling(temperature=3.0, top_k=1)), greedy)
 
 
-@pytest.mark.parametrize("batch_size", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_what_a_prompt_gets_does_not_depend_on_the_others(model, sampled, batch_size):
-    assert_equal(generate(model, batch_size=batch_size), sampled)
-    assert_equal(generate(model, PROMPTS[2:0:-1]), sampled[2:0:-1])
-
-
-def test_what_a_prompt_gets_does_not_depend_on_the_mesh(sampled):
+def test_what_a_prompt_gets_does_not_depend_on_the_others_or_the_mesh(model, sampled):
+    assert_equal(generate(model, PROMPTS[2:0:-1], batch_size=1), sampled[2:0:-1])
     mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
     assert_equal(generate(model_on(mesh)), sampled)
 
@@ -113,34 +101,26 @@ def test_stopping(model, sampled):
     def is_complete(tokens):
         return stop in tokens
 
-    found = generate(model, is_complete=is_complete)
-    assert_equal(found, [whole[: len(part)] for part, whole in zip(found, sampled, strict=True)])
-    assert all(stop in part or len(part) == 24 for part in found)
-    assert len(found[0]) < 24
+    drawn = generate(model, is_complete=is_complete)
+    assert_equal(drawn, [whole[: len(cut)] for cut, whole in zip(drawn, sampled, strict=True)])
+    assert all(stop in cut or len(cut) == 24 for cut in drawn)
+    assert len(drawn[0]) < 24
     assert generate(model, []) == []
 
 
 def test_tokens_that_come_one_by_one_are_the_same(model, sampled):
-    stop, found, ends = int(sampled[0][20]), [[] for _ in PROMPTS], {}
+    stop, joined, ends = int(sampled[0][20]), [[] for _ in PROMPTS], {}
     for pieces in stream_tokens(
         model, PROMPTS, max_new_tokens=24, sampling=ALL, stop=stop, batch_size=3, every_s=0.0
     ):
         for piece in pieces:
             assert piece.index not in ends
             assert len(piece.tokens) + (piece.end == "end_of_text") == 1
-            found[piece.index] += piece.tokens.tolist()
+            joined[piece.index] += piece.tokens.tolist()
             if piece.end is not None:
                 ends[piece.index] = piece.end
-    assert_equal(found, generate(model, stop=stop))
-    assert ends == {i: "end_of_text" if len(f) < 24 else "length" for i, f in enumerate(found)}
-
-
-def test_text_that_comes_in_pieces_is_the_whole_text(model):
-    prompts = ["a", "", "a", "ä long one"]
-    found = ["" for _ in prompts]
-    for piece in stream_texts(model, prompts, max_new_tokens=40, sampling=ALL):
-        found[piece.index] += piece.text
-    assert found == generate_texts(model, prompts, max_new_tokens=40, sampling=ALL)
+    assert_equal(joined, generate(model, stop=stop))
+    assert ends == {i: "end_of_text" if len(f) < 24 else "length" for i, f in enumerate(joined)}
 
 
 def test_a_context_that_gets_full_compiles_nothing(model):
@@ -152,7 +132,7 @@ def test_a_context_that_gets_full_compiles_nothing(model):
 
     jax.monitoring.register_event_duration_secs_listener(count)
     options = {"max_new_tokens": 70, "every_s": 0.0}
-    for prompt in PROMPTS[:3]:
+    for prompt in (PROMPTS[0], PROMPTS[3]):
         # Another way to draw makes new programs.
         stream = stream_tokens(model, [prompt], sampling=Sampling(top_k=len(prompt)), **options)
         next(stream)
@@ -170,18 +150,13 @@ def test_tokens_that_the_tokenizer_does_not_know_are_not_drawn(model):
         assert tokens.max() < 10
 
 
-def test_few_lengths_are_compiled_for():
-    lengths = [bucket_length(n, 1000) for n in range(1, 1001)]
-    assert sorted(set(lengths)) == [16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1000]
-    assert all(n <= found <= max(16, 1.5 * n) for n, found in enumerate(lengths, 1))
-
-
 @pytest.mark.parametrize(
     ("make", "name", "value"),
     [
-        *[(generate_texts, name, 0) for name in ("max_new_tokens", "batch_size")],
+        (generate_texts, "max_new_tokens", 0),
+        (generate_texts, "batch_size", 0),
         (generate_texts, "seed", -1),
-        *[(Sampling, "temperature", value) for value in (-1.0, float("nan"))],
+        (Sampling, "temperature", float("nan")),
         (Sampling, "top_k", 0),
         (Sampling, "top_p", 0.0),
     ],
@@ -190,57 +165,6 @@ def test_refusals(model, make, name, value):
     arguments = [] if make is Sampling else [model, ["x"]]
     with refused(ValueError, f"{name}={value}"):
         make(*arguments, **{name: value})
-
-
-@pytest.mark.peers
-def test_greedy_tokens_equal_transformers(reference_dir, monkeypatch):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
-    directory = reference_dir / "reference" / "hf_gpt2_tiny"
-    model = load(directory, mesh=one_device())
-    prompts = [RNG.integers(0, 50257, n).astype(np.int32) for n in (3, 40, 1000)]
-    found = generate_tokens(model, prompts, max_new_tokens=20, sampling=GREEDY)
-    theirs = transformers.GPT2LMHeadModel.from_pretrained(directory)
-    for prompt, tokens in zip(prompts, found, strict=True):
-        whole = theirs.generate(
-            torch.tensor(prompt[None].astype(np.int64)),
-            max_new_tokens=20,
-            do_sample=False,
-            pad_token_id=50256,
-            eos_token_id=-1,
-        )
-        np.testing.assert_array_equal(tokens, whole[0, len(prompt) :].numpy())
-
-
-@pytest.mark.seconds
-def test_a_run_on_a_tokenizer_of_the_users_own_samples_with_it(tmp_path):
-    vocabulary = tokenizers.Tokenizer(tokenizers.models.BPE())
-    vocabulary.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    vocabulary.decoder = tokenizers.decoders.ByteLevel()
-    text = "To be, or not to be, that is the question. " * 200
-    vocabulary.train_from_iterator(
-        [text], tokenizers.trainers.BpeTrainer(vocab_size=120, special_tokens=["<end>"])
-    )
-    vocabulary.save(str(tmp_path / "own.json"))
-    tokenizer = load_tokenizer(tmp_path / "own.json", eot_token="<end>")
-    tokens = tmp_path / "tokens"
-    prepare([("1", text)], tokens, tokenizer=tokenizer, source="a test", workers=0)
-    config = tiny_config(
-        num_steps=1,
-        num_microbatches=1,
-        optimizer=ADAMW,
-        data=TokenShardsConfig(path=str(tokens)),
-    )
-    train(config, tmp_path / "run")
-    shutil.rmtree(tokens)
-    model = load(tmp_path / "run", mesh=one_device())
-    found = generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
-    assert all(isinstance(text, str) and text for text in found)
-    assert found == generate_texts(model, ["To be", "", "To be"], max_new_tokens=5)
-    saved = load_tokenizer(tmp_path / "run" / "tokenizer")
-    assert saved.digest == tokenizer.digest
-    assert saved.decode(saved.encode("not to be")) == "not to be"
 
 
 # --- drawing one token
@@ -261,9 +185,7 @@ def frequencies(sampling):
 @pytest.mark.parametrize(
     ("sampling", "kept", "temperature"),
     [
-        (Sampling(temperature=1.0, top_k=None), [0, 1, 2, 3, 4, 5], 1.0),
         (Sampling(temperature=0.5, top_k=None), [0, 1, 2, 3, 4, 5], 0.5),
-        (Sampling(temperature=1.0, top_k=3), [1, 3, 4], 1.0),
         # The third of them reaches 0.75.
         (Sampling(temperature=1.0, top_k=None, top_p=0.75), [1, 3, 4], 1.0),
         # 0.4 / 0.7 of the two likeliest is 0.57, so that the likeliest alone has 0.5.
@@ -279,6 +201,6 @@ def test_tokens_are_drawn_as_often_as_they_should_be(sampling, kept, temperature
     expected = np.zeros(len(PROBABILITIES))
     expected[kept] = PROBABILITIES[kept] ** (1 / temperature)
     expected /= expected.sum()
-    found = frequencies(sampling)
-    assert set(np.flatnonzero(found)) == set(kept)
-    np.testing.assert_allclose(found, expected, atol=4 * 0.5 / DRAWS**0.5)
+    shares = frequencies(sampling)
+    assert set(np.flatnonzero(shares)) == set(kept)
+    np.testing.assert_allclose(shares, expected, atol=4 * 0.5 / DRAWS**0.5)

@@ -44,12 +44,11 @@ def plain_score(model):
     return plain_scorer(MODEL, model.params)
 
 
-def assert_scores_equal(found, expected):
-    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
-    np.testing.assert_allclose([n for n, _ in found], [n for n, _ in expected], rtol=1e-5)
+def assert_scores_equal(ours, expected):
+    assert [greedy for _, greedy in ours] == [greedy for _, greedy in expected]
+    np.testing.assert_allclose([n for n, _ in ours], [n for n, _ in expected], rtol=1e-5)
 
 
-@pytest.mark.slow
 def test_scores_of_token_pairs_equal_those_of_separate_rows(model, answers, plain_score):
     def tokens(count):
         return RNG.integers(0, 257, count)
@@ -70,13 +69,13 @@ def test_texts_are_split_as_the_harness_does(answers):
         return np.frombuffer(text.encode(), np.uint8)
 
     end_of_text = np.array([256])
-    found = answers.log_likelihoods(
+    ours = answers.log_likelihoods(
         [("a man", " sat"), ("a man  ", "sat"), ("", "sat"), (" ", "sat")]
     )
     pairs = [("a man", " sat"), ("a man", "  sat")]
     split = [(tokens(context), tokens(end)) for context, end in pairs]
     split += [(end_of_text, tokens("sat")), (end_of_text, tokens(" sat"))]
-    assert found == answers.score(split)
+    assert ours == answers.score(split)
 
 
 def test_rolling_windows_score_each_token_once_with_the_most_context():
@@ -92,10 +91,10 @@ def test_rolling_windows_score_each_token_once_with_the_most_context():
 
 def test_rolling_log_likelihoods_of_texts(answers, plain_score):
     texts = [TEXT, "", "short"]
-    found = answers.rolling_log_likelihoods(texts)
+    ours = answers.rolling_log_likelihoods(texts)
     windows = [rolling_windows(np.frombuffer(t.encode(), np.uint8), 256, 16) for t in texts]
     expected = [sum(plain_score(*pair)[0] for pair in pairs) for pairs in windows]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(ours, expected, rtol=1e-5)
 
 
 def test_generated_text_ends_before_a_stopping_text(model, answers):
@@ -104,9 +103,12 @@ def test_generated_text_ends_before_a_stopping_text(model, answers):
     (tokens,) = generate_tokens(model, [context], max_new_tokens=12, sampling=GREEDY, stop=256)
     assert whole == ByteTokenizer().decode(tokens)
     stop = whole[5:7]
+    # Arguments that change nothing are no reason to refuse.
+    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "min_p": 0.0, "early_stopping": False}
+    neutral |= {"use_cache": True}
     requests = [
         (TEXT, {"max_gen_toks": 12, "until": [stop, "\n\n"], "do_sample": False}),
-        (TEXT, {"max_new_tokens": 12, "until": whole[3]}),
+        (TEXT, {"max_new_tokens": 12, "until": whole[3]} | neutral),
         (TEXT, {"max_gen_toks": 12, "until": [], "temperature": 5.0, "do_sample": True}),
         (TEXT, {"max_gen_toks": 12, "until": [], "temperature": 5.0, "do_sample": True}),
     ]
@@ -116,32 +118,31 @@ def test_generated_text_ends_before_a_stopping_text(model, answers):
     assert len({whole, *sampled}) == 3
 
 
-def test_arguments_that_change_nothing_are_no_reason_to_refuse(answers):
-    plain = {"max_gen_toks": 4, "until": []}
-    neutral = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1, "min_p": 0.0}
-    more = {"use_cache": True, "early_stopping": False, "num_return_sequences": 1}
-    first, second = answers.generate([(TEXT, plain), (TEXT, plain | neutral | more)])
-    assert first == second
-
-
-def test_requests_that_are_refused(answers):
-    with refused(ValueError, "num_beams=4"):
-        answers.generate([(TEXT, {"until": [], "num_beams": 4})])
-    with refused(ValueError, "''"):
-        answers.log_likelihoods([("a", "")])
-
-
-@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is not None, reason="it is installed")
-def test_without_the_package_the_error_names_the_extra(model):
-    with refused(ImportError, "'.[eval]'"):
-        run_lm_eval(model, ["arc_easy"])
-
-
-@pytest.mark.parametrize("options", [{"limit": 0}, {"num_fewshot": -1}, {"batch_size": 0}], ids=str)
-def test_values_out_of_range_are_named(model, options):
-    ((name, value),) = options.items()
-    with refused(ValueError, f"{name}={value}"):
-        run_lm_eval(model, ["arc_easy"], **options)
+@pytest.mark.parametrize(
+    ("call", "kind", "named"),
+    [
+        (
+            lambda answers: answers.generate([(TEXT, {"until": [], "num_beams": 4})]),
+            ValueError,
+            "num_beams=4",
+        ),
+        (lambda answers: answers.log_likelihoods([("a", "")]), ValueError, "''"),
+        (lambda a: run_lm_eval(a.model, ["arc_easy"], limit=0), ValueError, "limit=0"),
+        (lambda a: run_lm_eval(a.model, ["arc_easy"], num_fewshot=-1), ValueError, "num_fewshot"),
+        (lambda a: run_lm_eval(a.model, ["arc_easy"], batch_size=0), ValueError, "batch_size=0"),
+        pytest.param(
+            lambda answers: run_lm_eval(answers.model, ["arc_easy"]),
+            ImportError,
+            "'.[eval]'",
+            marks=pytest.mark.skipif(
+                importlib.util.find_spec("lm_eval") is not None, reason="it is installed"
+            ),
+        ),
+    ],
+)
+def test_refusals(answers, call, kind, named):
+    with refused(kind, named):
+        call(answers)
 
 
 # --- the harness itself, and its class for Hugging Face models ------------------------------------
@@ -273,11 +274,11 @@ def instances(requests):
 
 @pytest.mark.peers
 def test_a_local_task_scores_as_the_harness_does(reference_dir, hf_answers, hflm, task_directory):
-    found = run_lm_eval(hf_answers.model, ["local_hellaswag"], include_path=task_directory)
+    report = run_lm_eval(hf_answers.model, ["local_hellaswag"], include_path=task_directory)
     reference = json.loads((reference_dir / "reference" / "hellaswag_reference.json").read_text())
-    scores = found["results"]["local_hellaswag"]
+    scores = report["results"]["local_hellaswag"]
     assert {name: scores[name] for name in ("acc", "acc_norm")} == reference["lm_eval"]
-    assert found["num_questions"] == {"local_hellaswag": 600}
+    assert report["num_questions"] == {"local_hellaswag": 600}
 
     questions = load_questions(reference_dir / "data" / "hellaswag_val_600.jsonl", num_questions=50)
     pairs = [(question.context, f" {end}") for question in questions for end in question.endings]
@@ -305,9 +306,9 @@ def test_generated_texts_are_those_of_the_harness(hf_answers, hflm, task_directo
     arguments = {"until": ["\n", "."], "max_gen_toks": 20}
     requests = [(context, arguments) for context in contexts]
     assert hf_answers.generate(requests) == hflm.generate_until(instances(requests))
-    found = run_lm_eval(hf_answers.model, [str(task_directory / "generation.yaml")], limit=3)
-    assert found["results"]["local_generation"]["exact_match"] == 0.0
-    assert found["num_questions"] == {"local_generation": 3}
+    report = run_lm_eval(hf_answers.model, [str(task_directory / "generation.yaml")], limit=3)
+    assert report["results"]["local_generation"]["exact_match"] == 0.0
+    assert report["num_questions"] == {"local_generation": 3}
 
 
 @pytest.mark.peers
