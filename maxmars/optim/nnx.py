@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from maxmars.optim._matrices import MatrixSpec
+from maxmars.optim._matrices import MatrixSpec, name_of
 
 _NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm | nnx.InstanceNorm
 _CONVOLUTIONS = nnx.Conv | nnx.ConvTranspose
@@ -88,7 +88,7 @@ def matrix_specs_of(
     def of_leaf(path: Any, leaf: Any) -> MatrixSpec | None:
         if not hasattr(leaf, "ndim") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return None
-        return spec(jax.tree_util.keystr(path, simple=True, separator="."), leaf, None)
+        return spec(name_of(path), leaf, None)
 
     if isinstance(model, nnx.Pytree):
         given = given_specs(model, wrt)

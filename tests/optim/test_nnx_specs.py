@@ -22,11 +22,47 @@ def spec(batch=0, rows=0, cols=1):
     )
 
 
-def found(model):
+def specs_of(model):
     return nnx.to_pure_dict(matrix_specs_of(model))
 
 
+class GroupedTranspose(nnx.ConvTranspose):
+    """As Flax's would be with groups, which it lacks."""
+
+    def __init__(self, inputs, outputs, groups, transpose_kernel):
+        super().__init__(inputs, outputs, (3,), transpose_kernel=transpose_kernel, rngs=RNGS)
+        a, b = (outputs, inputs) if transpose_kernel else (inputs, outputs)
+        self.kernel = nnx.Param(jnp.ones((3, a // groups, b)))
+        self.feature_group_count = groups
+
+
+@nnx.vmap
+def stack(rngs):
+    return nnx.Conv(8, 12, (3,), feature_group_count=4, rngs=rngs)
+
+
 LAYERS = {
+    # A group is a convolution of its own, by a block of the kernel's last axis.
+    "in groups": (
+        nnx.Conv(8, 12, (3, 2), feature_group_count=4, rngs=RNGS),
+        MatrixSpec(batch=(3,), rows=(0, 1, 2), cols=(4,), unfold=((3, 3),)),
+        spec(),
+    ),
+    "transposed in groups": (
+        GroupedTranspose(8, 12, 4, transpose_kernel=False),
+        MatrixSpec(batch=(2,), rows=(0, 1), cols=(3,), unfold=((2, 3),)),
+        spec(),
+    ),
+    "transposed kernel in groups": (
+        GroupedTranspose(12, 8, 4, transpose_kernel=True),
+        MatrixSpec(batch=(2,), rows=(0, 3), cols=(1,), unfold=((2, 3),)),
+        spec(),
+    ),
+    "a stack of layers in groups": (
+        stack(nnx.Rngs(0).split(5)),
+        MatrixSpec(batch=(0, 3), rows=(1, 2), cols=(4,), unfold=((3, 3),)),
+        spec(batch=1),
+    ),
     "linear": (nnx.Linear(4, 6, rngs=RNGS), spec(rows=1), spec()),
     "convolution": (nnx.Conv(3, 6, (2, 5), rngs=RNGS), spec(rows=3), spec()),
     "transposed": (nnx.ConvTranspose(3, 6, (2,), rngs=RNGS), spec(rows=2), spec()),
@@ -51,7 +87,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_kernels_and_biases_of_layers(name):
     layer, kernel, bias = LAYERS[name]
-    assert found(layer) == {"kernel": kernel, "bias": bias}
+    assert specs_of(layer) == {"kernel": kernel, "bias": bias}
 
 
 class Network(nnx.Module):
@@ -72,7 +108,7 @@ def test_a_network():
     projection = {"kernel": spec(rows=1, cols=2), "bias": spec(cols=2)}
     attention = {name: projection for name in ("query", "key", "value")}
     attention["out"] = {"kernel": spec(rows=2), "bias": spec()}
-    assert found(Network(nnx.Rngs(0))) == {
+    assert specs_of(Network(nnx.Rngs(0))) == {
         "table": {"embedding": MatrixSpec(rows=(1,), cols=(0,), embedding=True)},
         "positions": spec(cols=2),
         "mix": spec(rows=1),
@@ -96,7 +132,7 @@ def test_layers_stacked_by_vmap():
     def stack(rngs):
         return Own(rngs)
 
-    assert found(stack(nnx.Rngs(0).split(5))) == {
+    assert specs_of(stack(nnx.Rngs(0).split(5))) == {
         "own": MatrixSpec(
             batch=(0,), rows=(1,), cols=(2, 3), split=(2,), partition=PartitionSpec(None, "fsdp")
         ),
@@ -110,12 +146,12 @@ def test_a_dict_of_layers_may_have_keys_that_are_names_of_its_methods():
         def __init__(self):
             self.heads = nnx.data({"items": nnx.Linear(4, 6, rngs=RNGS)})
 
-    assert found(Heads())["heads"]["items"]["kernel"] == spec(rows=1)
+    assert specs_of(Heads())["heads"]["items"]["kernel"] == spec(rows=1)
 
 
 def test_metadata_overrules_a_layer():
     layer = nnx.Linear(4, 6, kernel_metadata={"matrix_spec": None}, rngs=RNGS)
-    assert found(layer)["kernel"] == spec(cols=2)
+    assert specs_of(layer)["kernel"] == spec(cols=2)
 
 
 def test_an_unknown_layer_must_say_what_it_is():
@@ -123,7 +159,7 @@ def test_an_unknown_layer_must_say_what_it_is():
     with refused(ValueError, "0.kernel", "(3, 4)", "Einsum"):
         matrix_specs_of(nnx.List([einsum]))
     einsum.kernel.set_metadata("matrix_spec", spec(rows=1))
-    assert found(einsum)["kernel"] == spec(rows=1)
+    assert specs_of(einsum)["kernel"] == spec(rows=1)
 
 
 def test_overrides_and_a_fallback_by_path():
