@@ -26,7 +26,6 @@ CHUNK_BYTES = 2**29
 """Size of a chunk's logits on each device, about; with gradients on TPUs twice as much, as each
 chunk reads and writes the gradient of the whole table."""
 _TENSOR = RULES.vocab
-_ROWS = RULES.spec("batch", None)
 
 Cap = Callable[[jax.Array], jax.Array]
 """A soft cap: a function of each logit by itself, such as `lambda x: 30 * jnp.tanh(x / 30)`."""
@@ -147,9 +146,9 @@ def _over_chunks(
     on_device = functools.partial(
         _on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes, cap=cap
     )
-    tables_of_shards = RULES.spec("batch", "vocab", None)
-    grads = None if weights is None else (RULES.spec("vocab", "batch"), tables_of_shards)
-    return _on_mesh(on_device, (_ROWS, grads), x, tables, targets, weights)
+    grads = RULES.spec("vocab", "batch"), RULES.spec("batch", "vocab", None)
+    out_specs = RULES.spec("batch", None), None if weights is None else grads
+    return _on_mesh(on_device, out_specs, x, tables, targets, weights)
 
 
 def _on_mesh(function: Callable[..., Any], out_specs: Any, x: Any, tables: Any, *rows: Any) -> Any:
@@ -159,7 +158,8 @@ def _on_mesh(function: Callable[..., Any], out_specs: Any, x: Any, tables: Any, 
     if mesh.empty:
         return function(x, tables, *rows, num_shards=1)
     function = functools.partial(function, num_shards=mesh.shape[_TENSOR])
-    in_specs = (_ROWS, RULES.spec("batch", "vocab", None), *[_ROWS] * len(rows))
+    of_rows = RULES.spec("batch", None)
+    in_specs = (of_rows, RULES.spec("batch", "vocab", None), *[of_rows] * len(rows))
     return on_devices(function, in_specs, out_specs)(x, tables, *rows)
 
 
@@ -224,7 +224,7 @@ def draw_targets(
     draw = functools.partial(
         _draw_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes, cap=cap
     )
-    return _on_mesh(draw, _ROWS, x, tables, uniforms)
+    return _on_mesh(draw, RULES.spec("batch", None), x, tables, uniforms)
 
 
 def _draw_on_device(

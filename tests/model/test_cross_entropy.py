@@ -43,8 +43,8 @@ def with_grads(function, *arguments):
     return jax.jit(jax.value_and_grad(function, argnums=(0, 1)))(*arguments)
 
 
-def assert_same(found, expected, rtol=1e-6):
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_same(result, expected, rtol=1e-6):
+    for a, b in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         np.testing.assert_allclose(a, b, rtol=0, atol=rtol * np.abs(b).max())
 
@@ -168,11 +168,11 @@ def test_targets_are_those_of_the_uniform_numbers_on_every_mesh(chunk_bytes):
     x = x / 4  # several likely tokens everywhere
     expected = in_order(x, embedding, uniforms())
     assert len(np.unique(expected)) > 30
-    found = draw(x, embedding, uniforms(), chunk_bytes=chunk_bytes)
-    np.testing.assert_array_equal(found, expected)
+    result = draw(x, embedding, uniforms(), chunk_bytes=chunk_bytes)
+    np.testing.assert_array_equal(result, expected)
     with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
-        found = draw(x, embedding, uniforms(), chunk_bytes=chunk_bytes)
-    np.testing.assert_array_equal(found, expected)
+        result = draw(x, embedding, uniforms(), chunk_bytes=chunk_bytes)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_nothing_without_probability_is_drawn():

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_results import assert_close, random_segments, result_and_gradients
 from jax.sharding import PartitionSpec
 from tiny import random_params, tiny_config
 
@@ -27,36 +28,13 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2}
 def inputs(rows, length, heads, head_dim, dtype="float32"):
     rng = np.random.default_rng(0)
     shape = (rows, length, heads * head_dim)
-    return [rng.normal(size=shape).astype(jnp.dtype(dtype)) for _ in range(3)]
-
-
-def random_segments(rows, length):
-    ends = np.random.default_rng(1).random((rows, length)) < 0.02
-    return jnp.asarray(np.cumsum(ends, axis=1), jnp.int32)
+    q, k, v = (rng.normal(size=shape).astype("f") for _ in range(3))
+    return [x.astype(jnp.dtype(dtype)) for x in (q / 8, k, v)]
 
 
 def plain(q, k, v, segment_ids, *, head_dim):
     heads = [x.reshape(*x.shape[:2], -1, head_dim) for x in (q, k, v)]
     return causal_attention(*heads, jnp.float32(1), segment_ids).reshape(q.shape)
-
-
-def result_and_gradients(function, q, k, v, segment_ids):
-    """Attention, and the gradients of a sum in which each number has another weight."""
-
-    def weighted(q, k, v):
-        found = function(q, k, v, segment_ids)
-        weights = jnp.sin(jnp.arange(found.size, dtype=jnp.float32)).reshape(found.shape)
-        return (found.astype(jnp.float32) * weights).sum(), found
-
-    q = (q.astype(jnp.float32) / 8).astype(q.dtype)
-    (_, found), grads = jax.jit(jax.value_and_grad(weighted, (0, 1, 2), has_aux=True))(q, k, v)
-    return found, *grads
-
-
-def assert_close(found, expected, tolerance):
-    for name, a, b in zip(("result", "dq", "dk", "dv"), found, expected, strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.abs(a - b).max() <= tolerance * np.abs(b).max(), name
 
 
 @pytest.mark.parametrize(
@@ -73,11 +51,11 @@ def test_it_equals_the_plain_formula(length, heads, head_dim, dtype, masked, blo
     flat = functools.partial(
         flat_attention, head_dim=head_dim, residual_name="attention", block=block, interpret=True
     )
-    found = result_and_gradients(flat, *arrays, segment_ids)
-    assert {x.dtype for x in found} == {jnp.dtype(dtype)}
+    result = result_and_gradients(flat, *arrays, segment_ids)
+    assert {x.dtype for x in result} == {jnp.dtype(dtype)}
     wide = [x.astype("float32") for x in arrays]
     expected = result_and_gradients(functools.partial(plain, head_dim=head_dim), *wide, segment_ids)
-    assert_close(found, expected, TOLERANCE[dtype])
+    assert_close(result, expected, TOLERANCE[dtype])
 
 
 def test_it_runs_on_each_devices_rows_and_heads():
@@ -85,8 +63,8 @@ def test_it_runs_on_each_devices_rows_and_heads():
     expected = result_and_gradients(functools.partial(plain, head_dim=64), *arrays, segment_ids)
     on_mesh = functools.partial(flat_attention_on_mesh, 64, interpret=True)
     with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
-        found = result_and_gradients(on_mesh, *arrays, segment_ids)
-    assert_close(found, expected, TOLERANCE["float32"])
+        result = result_and_gradients(on_mesh, *arrays, segment_ids)
+    assert_close(result, expected, TOLERANCE["float32"])
 
 
 # --- GPT-2's module ------------------------------------------------------------------------------
@@ -132,8 +110,8 @@ def test_a_layer_of_gpt2_is_the_same_by_either_form():
         return jax.tree.leaves((y, grads[0], grads[1]["h"]["attn"]))
 
     with jax.set_mesh(sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])):
-        found, expected = gradients(True), gradients(False)
-    for a, b in zip(found, expected, strict=True):
+        result, expected = gradients(True), gradients(False)
+    for a, b in zip(result, expected, strict=True):
         assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
 
 

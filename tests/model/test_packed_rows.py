@@ -50,17 +50,17 @@ def with_mean_one(mask):
     return mask / mask[:, 1:].mean(dtype=np.float32)
 
 
-def assert_close(found, expected):
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_close(result, expected):
+    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 def one_by_one(texts):
     """Mean loss and gradients over all targets, from a plain row a text."""
     params = random_params(MODEL)
-    found = [loss_and_grads(PLAIN)(params, {"tokens": text[None]}) for text in texts]
+    result = [loss_and_grads(PLAIN)(params, {"tokens": text[None]}) for text in texts]
     sizes = np.array([len(text) - 1 for text in texts])
-    return jax.tree.map(lambda *x: np.tensordot(sizes / sizes.sum(), np.stack(x), 1), *found)
+    return jax.tree.map(lambda *x: np.tensordot(sizes / sizes.sum(), np.stack(x), 1), *result)
 
 
 @pytest.mark.seconds
@@ -69,8 +69,8 @@ def test_loss_and_gradients_are_those_of_the_documents_alone():
     config, batch = dataclasses.replace(MODEL, attention="blocked"), packed(random_documents())
     batch["mask"] = with_mean_one(batch["mask"])
     with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
-        found = loss_and_grads(config)(random_params(MODEL), batch)
-    assert_close(found, one_by_one(list(itertools.chain(*random_documents()))))
+        result = loss_and_grads(config)(random_params(MODEL), batch)
+    assert_close(result, one_by_one(list(itertools.chain(*random_documents()))))
 
 
 def test_logits_are_those_of_the_documents_alone():
@@ -82,9 +82,9 @@ def test_logits_are_those_of_the_documents_alone():
     for row, of_row in zip(logits, documents, strict=True):
         at = 0
         for document in of_row:
-            found = row[at : at + len(document)]  # the last token of a window is no input
-            expected = jax.device_get(apply(params, document[None, : len(found)]))
-            np.testing.assert_allclose(found, expected[0], atol=2e-5)
+            result = row[at : at + len(document)]  # the last token of a window is no input
+            expected = jax.device_get(apply(params, document[None, : len(result)]))
+            np.testing.assert_allclose(result, expected[0], atol=2e-5)
             at += len(document)
 
 
@@ -93,8 +93,8 @@ def test_a_mask_counts_the_targets_that_it_names():
     tokens = np.random.default_rng(1).integers(0, 256, (4, 17)).astype(np.int32)
     until = np.array([17, 9, 4, 4])
     batch = {"tokens": tokens, "mask": with_mean_one(np.arange(17) < until[:, None])}
-    found = loss_and_grads(PLAIN)(random_params(MODEL), batch)
-    assert_close(found, one_by_one([row[:n] for row, n in zip(tokens, until, strict=True)]))
+    result = loss_and_grads(PLAIN)(random_params(MODEL), batch)
+    assert_close(result, one_by_one([row[:n] for row, n in zip(tokens, until, strict=True)]))
 
 
 @pytest.mark.parametrize(

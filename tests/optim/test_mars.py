@@ -18,6 +18,8 @@ from maxmars.optim import (
     mars_over,
     muon,
     newton_schulz,
+    orthogonality_error,
+    plan_orthogonalization,
     scale_by_mars,
     soap,
 )
@@ -327,36 +329,6 @@ def test_a_stack_of_layers_equals_separate_parameters():
     assert_trees_close(stacked, stack(separate), 1e-6)
 
 
-def test_a_matrix_over_several_axes_is_clipped_as_one():
-    rng = np.random.default_rng(0)
-    param = rng.standard_normal((3, 8, 3, 2, 4)).astype(
-        np.float32
-    )  # layers, embed, qkv, heads, dim
-    grads = [10 * rng.standard_normal(param.shape).astype(np.float32) for _ in range(3)]
-    spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
-    fused = run(mars(0.01, matrix_specs=spec), param, grads)[-1]
-    flat_spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
-    flat = run(
-        mars(0.01, matrix_specs=flat_spec),
-        param.reshape(3, 8, 24),
-        [g.reshape(3, 8, 24) for g in grads],
-    )[-1]
-    np.testing.assert_allclose(fused.reshape(3, 8, 24), flat, atol=1e-7)
-
-
-def test_a_stacked_norm_is_a_vector_by_its_spec_not_by_its_dimensions():
-    params = {"norm": np.ones((3, 5), np.float32)}
-    grads = [{"norm": np.full((3, 5), 10.0, np.float32)}]
-    as_vector = run(
-        mars(0.01, vector_learning_rate=0.5, vector_weight_decay=0.0, matrix_specs={"norm": None}),
-        params,
-        grads,
-    )[-1]
-    np.testing.assert_allclose(as_vector["norm"], 0.5, atol=1e-6)  # Adam's first step is its rate
-    as_matrix = run(mars(0.01, vector_learning_rate=0.5), params, grads)[-1]
-    np.testing.assert_allclose(as_matrix["norm"], 0.99, atol=1e-6)
-
-
 @pytest.mark.parametrize("variant", ["adamw", "shampoo", "m"])
 def test_a_padded_vocabulary_changes_nothing(x64, variant):
     options = {
@@ -394,53 +366,21 @@ print(*{name.partition(".")[0] for name in sys.modules} - before - sys.stdlib_mo
 # --- compositions --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_mars_is_mars_over_its_parts(x64, exact):
-    params, *grads = (random_tree(i, dtype="float64") for i in range(9))
-    prev = grads[::-1] if exact else None
-    whole = mars(0.01, exact=exact, optimize_vectors=True)
-    adam = optax.chain(optax.scale_by_adam(0.95, 0.99), optax.scale_by_learning_rate(0.01))
-    parts = mars_over(adam, b1=0.95, exact=exact)
-    assert_trees_close(run(parts, params, grads, prev), run(whole, params, grads, prev), 1e-14)
-
-
-@pytest.mark.parametrize("options", [{"amsgrad": True}, {"gamma": 0.0, "mu_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"amsgrad": True}, {"gamma": 0.0, "mu_dtype": "bfloat16"}, {"exact": True}],
+)
 def test_mars_of_all_parameters_is_scale_by_mars_decay_and_rate(options):
     params, *grads = (random_tree(i) for i in range(5))
     direction = scale_by_mars(0.9, 0.98, **options)
     rest = optax.add_decayed_weights(0.2), optax.scale_by_learning_rate(0.01)
     whole = mars(0.01, b1=0.9, b2=0.98, weight_decay=0.2, optimize_vectors=True, **options)
-    ours = run(optax.chain(direction, *rest), params, grads)
-    assert_trees_close(ours, run(whole, params, grads), 0)
+    prev = grads[::-1] if "exact" in options else None
+    ours = run(optax.chain(direction, *rest), params, grads, prev)
+    assert_trees_close(ours, run(whole, params, grads, prev), 0)
     states = [type(state).__name__ for state in direction.init(params)]
     for name in states:
         assert name in scale_by_mars.__doc__
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [optax.nadam(0.05), optax.adafactor(0.05), soap(0.05)],
-    ids=["nadam", "adafactor", "soap"],
-)
-def test_mars_over_any_optimizer_lowers_a_loss(inner):
-    params, target = (
-        jax.tree.map(lambda x: jnp.asarray(x, "bfloat16"), random_tree(seed)) for seed in (0, 1)
-    )
-    tx = mars_over(inner)
-
-    def loss(params):
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True)
-        return sum(jnp.sum(jnp.square((a - b).astype(jnp.float32))) for a, b in pairs)
-
-    def step(carry, _):
-        params, state = carry
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    state = tx.init(params)
-    (after, end), _ = jax.jit(lambda c: jax.lax.scan(step, c, length=100))((params, state))
-    assert loss(after) < 0.5 * loss(params)
-    assert [x.dtype for x in jax.tree.leaves(end)] == [x.dtype for x in jax.tree.leaves(state)]
 
 
 def test_specs_may_be_a_prefix():
@@ -525,21 +465,15 @@ def test_orthogonality_is_measured_every_few_updates():
     rng = np.random.default_rng(0)
     params = {"w": jnp.zeros((8, 12)), "b": jnp.zeros(12)}
     tx = mars(0.1, variant="m", clip_threshold=None, orthogonality_every=3)
-    state, measured = tx.init(params), []
+    plan = plan_orthogonalization({"w": params["w"]})
+    state, stored, true = tx.init(params), [], []
     update = jax.jit(tx.update)
     for _ in range(6):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), "f"), params)
         updates, state = update(grads, state, params)
-        (_, error), *rest = [
-            pair
-            for pair in optax.tree.get_all_with_path(state, "orthogonality_error")
-            if pair[1] is not None
-        ]
-        assert not rest
-        o = np.asarray(updates["w"] / (-0.1 * 0.2 * np.sqrt(12)), np.float64)
-        now = np.sqrt(np.square(o @ o.T - np.eye(8)).sum() / 8)
-        measured.append((float(error), now))
-    assert measured[0][0] == pytest.approx(measured[0][1], rel=1e-4)
-    assert measured[3][0] == pytest.approx(measured[3][1], rel=1e-4)
-    assert measured[0][0] == measured[1][0] == measured[2][0] != measured[3][0]
-    assert measured[3][0] == measured[5][0]
+        errors = optax.tree.get_all_with_path(state, "orthogonality_error")
+        stored += [float(error) for _, error in errors if error is not None]
+        true.append(orthogonality_error({"w": updates["w"] / -0.1}, plan, scale="rms"))
+    expected = np.repeat([true[0], true[3]], 3)
+    np.testing.assert_allclose(stored, expected, rtol=1e-4)
+    assert abs(true[0] - true[3]) > 1e-3 * true[0]

@@ -84,7 +84,7 @@ def test_a_zero_or_tiny_matrix_is_finite(dtype, value):
 
 
 @functools.cache
-def spectrum_matrix(size=512):
+def spectrum_matrix(size=128):
     """A square matrix with singular values 1/i, and its polar factor."""
     u = np.linalg.qr(random(size, size, seed=1))[0]
     v = np.linalg.qr(random(size, size, seed=2))[0]
@@ -92,7 +92,7 @@ def spectrum_matrix(size=512):
 
 
 @pytest.mark.parametrize(
-    ("preset", "expected"), [("keller", 0.179), ("polar_express", 0.106), ("cans", 0.087)]
+    ("preset", "expected"), [("keller", 0.2011), ("polar_express", 0.0953), ("cans", 0.0785)]
 )
 def test_relative_error_to_the_polar_factor(preset, expected):
     matrix, polar = spectrum_matrix()
@@ -102,7 +102,7 @@ def test_relative_error_to_the_polar_factor(preset, expected):
         return np.linalg.norm(ours - polar) / np.linalg.norm(polar)
 
     exact = error(jnp.float32)
-    np.testing.assert_allclose(exact, expected, rtol=0.05)
+    np.testing.assert_allclose(exact, expected, rtol=0.01)  # of float64 NumPy's numbers
     assert error(jnp.bfloat16) <= exact + 0.003
 
 

@@ -155,23 +155,3 @@ def test_update_takes_a_module_with_functions_where_there_is_no_gradient(make):
     assert updates.activation is None
     np.testing.assert_array_equal(updates.weight, expected["weight"])
     np.testing.assert_array_equal(updates.bias, expected["bias"])
-
-
-def test_a_real_equinox_module():
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(4, 2, 8, 2, key=jax.random.key(0))
-    tx = mars(1e-2, weight_decay=0.1)
-    state = tx.init(eqx.filter(model, eqx.is_inexact_array))
-    x = jnp.ones((3, 4))
-
-    @eqx.filter_jit
-    def step(model, state):
-        loss, grads = eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
-        updates, state = tx.update(grads, state, model)
-        return eqx.apply_updates(model, updates), state, loss
-
-    losses = []
-    for _ in range(20):
-        model, state, loss = step(model, state)
-        losses.append(float(loss))
-    assert losses[-1] < 0.5 * losses[0]
