@@ -108,7 +108,14 @@ def correct_gradient(
         updates: Tree, state: Any, params: Tree = None, *, prev_grads: Tree = None, **extra: Any
     ) -> tuple[Tree, CorrectGradientState]:
         del params, extra
-        last = _checked_prev_grads(prev_grads, updates) if exact else state.last_grad
+        last = prev_grads if exact else state.last_grad
+        if exact and prev_grads is None:
+            raise ValueError(
+                "exact MARS needs the gradient of this batch at the previous parameters: call "
+                "update(grads, state, params, prev_grads=...)."
+            )
+        if exact:
+            check_like_gradients("prev_grads", prev_grads, updates)
         wide = widened(updates)
         if exact or first_step == "plain_gradient":  # else the state starts at zero
             first = state.count == 0
@@ -149,16 +156,6 @@ def _without_prev_grads(
         return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
-
-
-def _checked_prev_grads(prev_grads: Tree, updates: Tree) -> Tree:
-    if prev_grads is None:
-        raise ValueError(
-            "exact MARS needs the gradient of this batch at the previous parameters: call "
-            "update(grads, state, params, prev_grads=...)."
-        )
-    check_like_gradients("prev_grads", prev_grads, updates)
-    return prev_grads
 
 
 class ClipByMatrixNormState(NamedTuple):

@@ -1,6 +1,4 @@
-"""The matrices of a GPT-2, and the programs that orthogonalise them."""
-
-import functools
+"""The matrices of a GPT-2, their specs and meshes."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +9,6 @@ from maxmars.distributed.sharding import like_params, with_shardings
 from maxmars.optim import (
     MatrixSpec,
     mars,
-    orthogonalize,
     plan_orthogonalization,
 )
 
@@ -29,8 +26,6 @@ SPLITS = {
 }
 XL = {"layers": 48, "embed": 1600, "heads": 25}
 LARGE = {"layers": 36, "embed": 1280, "heads": 20}
-# Stacks that the devices divide, prime ones, and ones smaller than the mesh.
-CASES = ((16, "fused"), (7, "qkv"), (3, "heads"))
 
 
 def shapes(layers, embed, heads):
@@ -73,43 +68,6 @@ def random_matrices(layers, embed=16, heads=4, dtype="float32"):
         name: rng.standard_normal(shape).astype(dtype)
         for name, shape in shapes(layers, embed, heads).items()
     }
-
-
-def run(updates, cases, dtype, mesh=None):
-    """All cases in one program."""
-
-    @jax.jit
-    def program(updates):
-        plans = [
-            plan_orthogonalization(u, specs(split), mesh=mesh)
-            for u, (_, split) in zip(updates, cases, strict=True)
-        ]
-        return [orthogonalize(u, p, dtype=dtype) for u, p in zip(updates, plans, strict=True)]
-
-    return program(updates)
-
-
-@functools.cache
-def unsharded(cases, dtype):
-    return run([random_matrices(n, dtype=dtype) for n, _ in cases], cases, dtype)
-
-
-def sharded_errors(shape, dtype="float32", cases=CASES):
-    """Relative difference of every case on a mesh from one device.
-
-    Also checks that the results are in the parameters' shardings.
-    """
-    mesh = make_mesh(shape)
-    inputs = [jax.device_put(random_matrices(n, dtype=dtype), shardings(mesh)) for n, _ in cases]
-    results = run(inputs, cases, dtype, mesh)
-    errors = {}
-    expectations = unsharded(cases, dtype)
-    for (layers, split), result, expected in zip(cases, results, expectations, strict=True):
-        for name, x in result.items():
-            assert x.sharding.is_equivalent_to(shardings(mesh)[name], x.ndim), (shape, name)
-            difference = np.linalg.norm(np.asarray(x) - np.asarray(expected[name]))
-            errors[f"{layers} {split} {name}"] = float(difference / np.linalg.norm(expected[name]))
-    return errors
 
 
 def compiled_update(mesh, size):

@@ -409,19 +409,24 @@ def test_in_float16_it_moves_as_far_as_in_float32(case):
     np.testing.assert_allclose(moved("float16"), moved("float32"), rtol=0.05)
 
 
-@ask("mars adamw", "soap", "sophia")
-def test_a_mask_may_be_a_function_of_all_parameters_by_name(case):
-    params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+@ask("mars shampoo", "soap", "sophia")
+def test_mask_and_specs_may_be_functions_of_all_parameters_by_name(case):
+    params = {"kernel": jnp.ones((4, 3)), "norm": jnp.ones((2, 3))}
     grads = jax.tree.map(lambda p: 0.1 * p, params)
 
     def mask(tree):
-        return {"kernel": tree["kernel"].ndim > 1, "bias": tree["bias"].ndim > 1}
+        return {"kernel": tree["norm"].ndim == 2, "norm": False}
 
-    results = [
-        update(case, tx, grads, tx.init(params), params)[0]
-        for decays in (mask, mask(params))
-        for tx in [case(weight_decay=0.1, mask=decays)]
-    ]
+    def specs(tree):
+        return {"kernel": MatrixSpec(rows=(0,), cols=(tree["norm"].ndim - 1,)), "norm": None}
+
+    functions = {"mask": mask, "matrix_specs": specs}
+    results = []
+    for given in (functions, {name: of(params) for name, of in functions.items()}):
+        if case.factory is sophia:
+            del given["matrix_specs"]
+        tx = case(weight_decay=0.1, **given)
+        results.append(update(case, tx, grads, tx.init(params), params)[0])
     assert_close(*results)
 
 
@@ -448,19 +453,6 @@ def test_without_jit_it_compiles_nothing_after_its_first_steps(case):
 
 
 # --- wrappers ------------------------------------------------------------------------------------
-
-
-@ask("muon", "soap", "sophia")
-def test_accumulated_gradients_act_in_the_last_step_only(case):
-    tx, params, grads = case.default, params_like(), [params_like(seed=seed) for seed in (1, 2)]
-    mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
-    accumulated = optax.MultiSteps(tx, 2)
-    run = jax.jit(lambda *args: accumulated.update(*args, **case.extra(mean)))
-    first, state = run(grads[0], accumulated.init(params), params)
-    second, _ = run(grads[1], state, params)
-    assert not any(x.any() for x in jax.tree.leaves(first))
-    assert types(first) == types(second) == types(params)
-    assert_close(second, update(case, tx, mean, tx.init(params), params)[0])
 
 
 @every_kind

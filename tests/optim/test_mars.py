@@ -1,4 +1,3 @@
-import functools
 import json
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from maxmars.optim import (
     orthogonality_error,
     plan_orthogonalization,
     scale_by_mars,
-    soap,
 )
 
 VECTORS = MatrixSpec(batch=(0,), rows=(), cols=(1,))
@@ -441,24 +439,6 @@ def test_exact_mars_over_several_batches_takes_the_mean_of_both_gradients():
     whole = mars_over(optax.adam(0.01, b1=0.95), **options)
     theirs = run(whole, random_tree(0), means(grads), means(prev))
     assert_trees_close(ours[1::2], theirs, 1e-6)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [functools.partial(mars, variant="shampoo"), soap],
-    ids=["shampoo", "soap"],
-)
-def test_specs_may_be_a_function_that_knows_parameters_by_name(make):
-    def specs_of(params):
-        assert params["norm"].shape == (6,)
-        kernel = MatrixSpec(rows=(0,), cols=(1,))
-        table = MatrixSpec(rows=(1,), cols=(0,), embedding=True)
-        return {"dense": {"kernel": kernel, "bias": None}, "embedding": table, "norm": None}
-
-    params, *grads = (random_tree(i) for i in range(3))
-    ours = run(make(0.01, matrix_specs=specs_of), params, grads)
-    theirs = run(make(0.01, matrix_specs=specs_of(params)), params, grads)
-    assert_trees_close(ours, theirs, 0)
 
 
 def test_orthogonality_is_measured_every_few_updates():

@@ -19,18 +19,20 @@ SHAPES = {"square": (6, 6), "table": (12, 5), "bias": (6,)}
 FEWER = {"square": (6, 6), "bias": (6,)}
 
 
-def run(tx, params, gradients, put=lambda tree: tree):
-    """Parameters after the last step, and the state; the update is jitted once."""
+def run(tx, params, gradients, put=lambda tree: tree, sampled=None):
+    """Parameters after the last step, and the state; the update is jitted once. `sampled` are the
+    further gradients of Sophia."""
 
     @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
+    def step(params, state, grads, extra):
+        updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     params = jax.tree.map(jnp.asarray, put(params))
     state = jax.jit(tx.init)(params)
     for i, grads in enumerate(gradients):
-        params, state = step(params, state, put(grads))
+        extra = {} if sampled is None else {"sampled_grads": sampled[i]}
+        params, state = step(params, state, put(grads), extra)
         # On a mesh the first state's vectors are not where later ones are.
         assert step._cache_size() == 1 or (i > 0 and step._cache_size() == 2)
     return params, state

@@ -1,9 +1,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from refusals import refused
+from test_soap import assert_close, run
 
 from maxmars.optim import needs_sampled_grads, sophia, sophia_state
 
@@ -13,26 +13,6 @@ SHAPES = {"kernel": (6, 4), "norm": (6,)}
 def random_tree(seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     return {n: jnp.asarray(scale * rng.standard_normal(s), "f") for n, s in SHAPES.items()}
-
-
-def run(tx, params, gradients, sampled):
-    """Parameters after the last step, and the state; the update is jitted once."""
-
-    @jax.jit
-    def step(params, state, grads, sampled):
-        updates, state = tx.update(grads, state, params, sampled_grads=sampled)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(jnp.asarray, params)
-    state = tx.init(params)
-    for grads, given in zip(gradients, sampled, strict=True):
-        params, state = step(params, state, grads, given)
-    assert step._cache_size() == 1
-    return params, state
-
-
-def assert_close(ours, theirs, atol):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
 
 
 def plain_sophia(p, grads, sampled, rates, *, tokens, b1, b2, rho, decay, every):
@@ -71,14 +51,14 @@ def test_equations(x64, every):
         p, grads, sampled, rates, tokens=20.0, decay=0.3, every=every, **given
     )
     assert 0 < np.mean(clipped[10:]) < 1  # both branches count
-    ours, _ = run(tx, p, grads, masked)
+    ours, _ = run(tx, p, grads, sampled=masked)
     assert ours.dtype == np.float64
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-12)
 
 
 def test_without_an_estimate_it_is_sign_momentum():
     params, grads = random_tree(0), [random_tree(i) for i in range(1, 6)]
-    ours, _ = run(sophia(0.01, batch_tokens=8.0, weight_decay=0.1), params, grads, grads)
+    ours, _ = run(sophia(0.01, batch_tokens=8.0, weight_decay=0.1), params, grads, sampled=grads)
 
     def expected(p, *gs):
         m = np.zeros_like(p)
