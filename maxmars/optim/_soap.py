@@ -366,7 +366,12 @@ def _update_bases(
     if state.row_gram is None and state.col_gram is None:
         return state
     branch = jnp.where(count == 0, 1, jnp.where(count % frequency == 0, 2, 0))
-    return jax.lax.switch(branch, (lambda state: state, _first_bases, _next_bases), state)
+    return jax.lax.switch(branch, (_same_bases, _first_bases, _next_bases), state)
+
+
+def _same_bases(state: ScaleBySoapState) -> ScaleBySoapState:
+    """A function of its own, as outside of jit a new one in each step would compile each time."""
+    return state
 
 
 def _first_bases(state: ScaleBySoapState) -> ScaleBySoapState:
