@@ -94,7 +94,6 @@ def attention_of_a_layer(flat, x, params):
     return layer(x, scale_of, attend)
 
 
-@pytest.mark.seconds
 def test_a_layer_of_gpt2_is_the_same_by_either_form():
     """The scale goes into the queries' weights and biases in place of the queries."""
     rng = np.random.default_rng(0)

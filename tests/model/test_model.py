@@ -99,6 +99,7 @@ def test_initial_values():
     assert not np.array_equal(kernels[0], kernels[1])
 
 
+@pytest.mark.seconds
 def test_vocabulary_padding_does_not_change_the_loss():
     plain = dataclasses.replace(MODEL, vocab_pad_multiple=1)
     padded = dataclasses.replace(MODEL, vocab_pad_multiple=64)

@@ -48,7 +48,6 @@ def run_on_mesh(mesh, steps=4):
     return run(tx, trees[0], trees[1:], put)
 
 
-@pytest.mark.seconds
 def test_a_mesh_changes_nothing(x64):
     mesh = make_mesh((1, 4, 2))
     expected, expected_state = run_on_mesh(None)
