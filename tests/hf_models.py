@@ -128,8 +128,9 @@ def read_hf(directory):
     return fields, {name.removeprefix("transformer."): array for name, array in arrays.items()}
 
 
-def plain_hf_logits(fields, arrays, tokens):
-    """GPT-2 from Hugging Face's arrays in float64 NumPy, one sequence [T] -> [T, vocabulary]."""
+def plain_hf_logits(fields, arrays, tokens, start=0):
+    """GPT-2 from Hugging Face's arrays in float64 NumPy, one sequence [T] -> [T, vocabulary], whose
+    first token is at position `start`."""
     w = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
     width, heads = fields["n_embd"], fields["n_head"]
     length = len(tokens)
@@ -143,7 +144,7 @@ def plain_hf_logits(fields, arrays, tokens):
         )
         return x * w[f"{name}.weight"] + w[f"{name}.bias"]
 
-    x = w["wte.weight"][tokens] + w["wpe.weight"][:length]
+    x = w["wte.weight"][tokens] + w["wpe.weight"][start : start + length]
     for i in range(fields["n_layer"]):
         q, k, v = np.split(linear(norm(x, f"h.{i}.ln_1"), f"h.{i}.attn.c_attn"), 3, axis=-1)
         mixed = []

@@ -59,7 +59,6 @@ def cross_entropy(logits: Float[Array, "*B V"], targets: Int[Array, "*B"]) -> Fl
     return log_normalizer - picked
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def token_losses(
     x: Float[Array, "B T D"],
     tables: Float[Array, "P V D"],
@@ -68,9 +67,8 @@ def token_losses(
     chunk_bytes: int | None = None,
     cap: Cap | None = None,
 ) -> Float[Array, "B T"]:
-    """`cross_entropy` of the logits x tableᵀ, in nats, in float32 at least.
-
-    Its gradient computes the logits a second time; the gradient of `mean_loss` does not.
+    """`cross_entropy` of the logits x tableᵀ, in nats, in float32 at least; for validation, as its
+    gradient keeps the logits of all tokens, where that of `mean_loss` does not.
 
     Args:
       x: the residual stream, in the type of the matrix products.
@@ -81,24 +79,6 @@ def token_losses(
       cap: of the logits; it closes over no array that is differentiated.
     """
     return _over_chunks(x, tables, targets, vocab_size, chunk_bytes, cap)[0]
-
-
-def _token_losses_fwd(
-    x: Any, tables: Any, targets: Any, vocab_size: int, chunk_bytes: int | None, cap: Cap | None
-) -> tuple[Any, Any]:
-    arrays = (x, tables, targets)
-    return token_losses(*arrays, vocab_size, chunk_bytes, cap), arrays
-
-
-def _token_losses_bwd(
-    vocab_size: int, chunk_bytes: int | None, cap: Cap | None, arrays: Any, weights: Any
-) -> tuple[Any, Any, None]:
-    x, tables, targets = arrays
-    _, grads = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, cap, weights)
-    return _sum_over_devices(1, grads)
-
-
-token_losses.defvjp(_token_losses_fwd, _token_losses_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -141,7 +121,10 @@ def _mean_loss_fwd(
 def _mean_loss_bwd(
     vocab_size: int, chunk_bytes: int | None, cap: Cap | None, grads: Any, weight: Any
 ) -> tuple[Any, ...]:
-    return *_sum_over_devices(weight / math.prod(grads[0].shape[1:3]), grads), None
+    weight = weight / math.prod(grads[0].shape[1:3])
+    # Each shard of the vocabulary has a term of the gradient to x.
+    x_terms, tables_grad = ((weight * terms).astype(terms.dtype) for terms in grads)
+    return x_terms.sum(0), tables_grad, None, None
 
 
 mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
@@ -160,26 +143,24 @@ def _over_chunks(
 
     A new first axis of the gradient to x holds the term of each shard of the vocabulary.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    rows, tables_of_shards = RULES.spec("batch", None), RULES.spec("batch", "vocab", None)
     on_device = functools.partial(
         _on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes, cap=cap
     )
+    grads = RULES.spec("vocab", "batch"), RULES.spec("batch", "vocab", None)
+    out_specs = RULES.spec("batch", None), None if weights is None else grads
+    return _on_mesh(on_device, out_specs, x, tables, targets, weights)
+
+
+def _on_mesh(function: Callable[..., Any], out_specs: Any, x: Any, tables: Any, *rows: Any) -> Any:
+    """A function of the tokens and the shard of the vocabulary of a device, on every device of the
+    ambient mesh, if there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        return on_device(x, tables, targets, weights, num_shards=1)
-    grads = None if weights is None else (RULES.spec("vocab", "batch"), tables_of_shards)
-    mapped = on_devices(
-        functools.partial(on_device, num_shards=mesh.shape[_TENSOR]),
-        (rows, tables_of_shards, rows, rows),
-        (rows, grads),
-    )
-    return mapped(x, tables, targets, weights)
-
-
-def _sum_over_devices(weight: Any, grads: tuple[Any, Any]) -> tuple[Any, Any, None]:
-    """The gradients to x, tables and targets, from the devices' terms and a factor of the sum."""
-    x_terms, tables_grad = ((weight * terms).astype(terms.dtype) for terms in grads)
-    return x_terms.sum(0), tables_grad, None
+        return function(x, tables, *rows, num_shards=1)
+    function = functools.partial(function, num_shards=mesh.shape[_TENSOR])
+    of_rows = RULES.spec("batch", None)
+    in_specs = (of_rows, RULES.spec("batch", "vocab", None), *[of_rows] * len(rows))
+    return on_devices(function, in_specs, out_specs)(x, tables, *rows)
 
 
 def _on_device(
@@ -237,23 +218,13 @@ def draw_targets(
     for rounding, the result depends neither on chunks nor on devices.
 
     Args:
-      x: as in `token_losses`.
-      tables: as in `token_losses`.
+      x, tables, vocab_size, chunk_bytes, cap: as in `token_losses`; padding is never drawn.
       uniforms: independent numbers from [0, 1), in float32 at least.
-      vocab_size: the rows from here on are padding, which is never drawn.
-      chunk_bytes: size of a chunk's logits on each device, about.
-      cap: as in `token_losses`.
     """
-    mesh = jax.sharding.get_abstract_mesh()
     draw = functools.partial(
         _draw_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes, cap=cap
     )
-    if mesh.empty:
-        return draw(x, tables, uniforms, num_shards=1)
-    rows = RULES.spec("batch", None)
-    draw = functools.partial(draw, num_shards=mesh.shape[_TENSOR])
-    mapped = on_devices(draw, (rows, RULES.spec("batch", "vocab", None), rows), rows)
-    return mapped(x, tables, uniforms)
+    return _on_mesh(draw, RULES.spec("batch", None), x, tables, uniforms)
 
 
 def _draw_on_device(

@@ -22,15 +22,15 @@ from maxmars.config.errors import about, needs_extra
 from maxmars.distributed import processes
 from maxmars.distributed.files import read_json_object
 from maxmars.model import huggingface
+from maxmars.model.huggingface import INDEX, WEIGHTS
 
 _LOGGER = logging.getLogger(__name__)
 
 _PREFIX = "hf:"
 _FORM = re.compile(rf"{_PREFIX}([^@/\s]+/[^@/\s]+)(?:@(\S+))?")
 _COMMIT = re.compile("[0-9a-f]{40}")
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _SMALL = [
-    *("config.json", "generation_config.json", _INDEX, "tokenizer.json", "tokenizer_config.json"),
+    *("config.json", "generation_config.json", INDEX, "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
 ]
 _ANSWER_S = 10.0  # how long to wait for the hub's first answer
@@ -134,9 +134,9 @@ def _download(repository: str, revision: str) -> Path:
             *(name, unreachable, directory.name),
         )
     with about(name):
-        config, files = huggingface.read_config(directory), [_WEIGHTS]
-        if (directory / _INDEX).is_file():
-            files = sorted(set(read_json_object(directory / _INDEX)["weight_map"].values()))
+        config, files = huggingface.read_config(directory), [WEIGHTS]
+        if (directory / INDEX).is_file():
+            files = sorted(set(read_json_object(directory / INDEX)["weight_map"].values()))
     with _in_one_line(name):
         # One by one: threads of the library would make Ctrl-C wait for whole files.
         for file in files:
@@ -213,7 +213,7 @@ def push(directory: Path, repository: str, *, private: bool) -> Pushed:
     if private and not before.private:
         _refuse_public(repository)
     theirs = [file.rfilename for file in before.siblings or ()]
-    of_model = [*_SMALL, _WEIGHTS, "model-*-of-*.safetensors"]
+    of_model = [*_SMALL, WEIGHTS, "model-*-of-*.safetensors"]
     stale = set(hub.utils.filter_repo_objects(theirs, allow_patterns=of_model)) - set(files)
     # Not `upload_folder`, which makes several commits of a large directory where Xet is there.
     with _in_one_line(repository):

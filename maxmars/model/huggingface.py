@@ -39,8 +39,8 @@ from maxmars.model.parameters import Parameters
 Dtype = Literal["float32", "bfloat16", "float16"]
 MAX_FILE_BYTES = 5_000_000_000
 _CONFIG = "config.json"
-_WEIGHTS = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 _PREFIX = "transformer."
 _HEAD, _EMBEDDING = "lm_head.weight", "wte.weight"
 _NO_PARAMETERS = (".attn.bias", ".attn.masked_bias")  # the causal mask, in files of old versions
@@ -78,7 +78,7 @@ def is_hf_directory(path: str | Path) -> bool:
     """Whether a local directory is a Hugging Face model's: it holds weights, in safetensors or as a
     pickle, or a `config.json` with a `model_type`."""
     directory = Path(path)
-    if any(next(directory.glob(f"{n}*"), None) for n in (_WEIGHTS, "pytorch_model")):
+    if any(next(directory.glob(f"{n}*"), None) for n in (WEIGHTS, "pytorch_model")):
         return True
     try:
         return "model_type" in json.loads((directory / _CONFIG).read_bytes())
@@ -326,9 +326,9 @@ def _open(path: Path) -> Generator[Any]:
 
 def _stored_arrays(directory: Path) -> dict[str, StoredArray]:
     """Every array of a model, from one file or several, by name."""
-    if (directory / _WEIGHTS).is_file():
-        return _arrays_of_file(directory / _WEIGHTS)
-    index = directory / _INDEX
+    if (directory / WEIGHTS).is_file():
+        return _arrays_of_file(directory / WEIGHTS)
+    index = directory / INDEX
     if not index.is_file():
         raise _no_weights(directory)
     with about(index):
@@ -354,9 +354,9 @@ def _arrays_of_file(path: Path) -> dict[str, StoredArray]:
 def _no_weights(directory: Path) -> Exception:
     pickles = sorted(path.name for path in directory.glob("*.bin"))
     if not pickles:
-        return FileNotFoundError(f"{directory} has no weights: neither {_WEIGHTS} nor {_INDEX}.")
+        return FileNotFoundError(f"{directory} has no weights: neither {WEIGHTS} nor {INDEX}.")
     return ValueError(
-        f"{directory} has {pickles[0]} but no {_WEIGHTS}. A .bin file is a pickle, which can run "
+        f"{directory} has {pickles[0]} but no {WEIGHTS}. A .bin file is a pickle, which can run "
         "any program, so none is read. Convert it, where transformers and torch are installed, by "
         f'`python -c "from transformers import GPT2LMHeadModel as M; M.from_pretrained('
         f"'{directory}').save_pretrained('{directory}-safetensors')\"` and copy the tokenizer's "
@@ -502,7 +502,7 @@ def write_model(
         if files[-1] and sum(files[-1].values()) + size > max_file_bytes:
             files.append({})
         files[-1][name] = size
-    paths = [directory / _WEIGHTS]
+    paths = [directory / WEIGHTS]
     if len(files) > 1:
         count = len(files)
         paths = [directory / f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
@@ -512,7 +512,7 @@ def write_model(
                 name: path.name for path, file in zip(paths, files, strict=True) for name in file
             },
         }
-        write_json(directory / _INDEX, index)
+        write_json(directory / INDEX, index)
     arrays = iter(model.arrays)
     for path, file in zip(paths, files, strict=True):
         path.touch()

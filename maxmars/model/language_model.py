@@ -358,11 +358,7 @@ def _hidden_and_tables(
     segment_ids, positions = (None if a is None else a[:, :-1] for a in (segment_ids, positions))
     rows: Any = {"segment_ids": segment_ids, "positions": positions}
     if supports(model.config, "tables"):
-        tables = _tables(model, model.module.table_dtype)
+        tables = copies(model.output_embedding(model.module.table_dtype))
         return model.hidden(tokens[:, :-1], **rows, tables=tables), tables
     x = model.hidden(tokens[:, :-1], **rows)
-    return x, _tables(model, x.dtype)
-
-
-def _tables(model: LanguageModel, dtype: Any) -> Float[Array, "P V D"]:
-    return copies(model.output_embedding(dtype))
+    return x, copies(model.output_embedding(x.dtype))

@@ -87,26 +87,21 @@ def _check_call(config: ModuleConfig, module: nnx.Module) -> None:
             f"the {type(module).__name__} cannot be called with tokens, segment_ids and positions "
             f"({error}); it needs __call__(self, tokens, segment_ids=None, positions=None)",
         ) from None
-    if not hasattr(module, "output_embedding"):
-        raise wrong(
-            config,
-            f"the {type(module).__name__} has no output_embedding; it needs a property, method or "
-            "parameter of this name with the rows [vocab_size, width] of the output head",
-        )
-    if "tables" in inspect.signature(module.__call__).parameters and not hasattr(
-        module, "table_dtype"
-    ):
-        raise wrong(
-            config,
-            f"the {type(module).__name__} takes tables, and has no table_dtype; it must say in "
-            "which type",
-        )
-    if hasattr(module, "prefill") != hasattr(module, "decode"):
-        raise wrong(
-            config,
-            f"the {type(module).__name__} has only one of prefill(self, tokens, lengths, num_slots)"
-            " and decode(self, tokens, positions, cache); a cache needs both",
-        )
+    takes_tables = "tables" in inspect.signature(module.__call__).parameters
+    problems = {
+        "has no output_embedding; it needs a property, method or parameter of this name with the "
+        "rows [vocab_size, width] of the output head": not hasattr(module, "output_embedding"),
+        "takes tables, and has no table_dtype; it must say in which type": (
+            takes_tables and not hasattr(module, "table_dtype")
+        ),
+        "has only one of prefill(self, tokens, lengths, num_slots) and decode(self, tokens, "
+        "positions, cache); a cache needs both": (
+            hasattr(module, "prefill") != hasattr(module, "decode")
+        ),
+    }
+    for problem, holds in problems.items():
+        if holds:
+            raise wrong(config, f"the {type(module).__name__} {problem}")
     if getattr(module, "cap_logits", None) is not None:
         _check_cap(config, module)
 

@@ -6,7 +6,6 @@ tx = mars(3e-3, weight_decay=0.01)
 ```
 """
 
-from maxmars.optim._describe import describe
 from maxmars.optim._exchange import on_whole_matrices
 from maxmars.optim._mars import (
     ClipByMatrixNormState,
@@ -22,7 +21,7 @@ from maxmars.optim._mars import (
     muon,
     scale_by_mars,
 )
-from maxmars.optim._matrices import MatrixSpec, resolve_specs
+from maxmars.optim._matrices import MatrixSpec, describe, resolve_specs
 from maxmars.optim._newton_schulz import COEFFICIENTS, newton_schulz
 from maxmars.optim._orthogonalize import (
     Assignment,

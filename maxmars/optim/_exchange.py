@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Float
 
-from maxmars.optim._matrices import MatrixSpec, resolve_specs, unfolded
+from maxmars.optim._matrices import MatrixSpec, name_of, resolve_specs, unfolded
 
 Axes = tuple[str, ...]
 """Mesh axes."""
@@ -154,7 +154,7 @@ def stacks_of(
     specs = jax.tree.leaves(resolve_specs(matrix_specs, tree))
     mesh = mesh_of(x for _, x in flat) if mesh is None else mesh
     return {
-        i: _stack_of(jax.tree_util.keystr(path, simple=True, separator="."), x, spec, mesh, blocks)
+        i: _stack_of(name_of(path), x, spec, mesh, blocks)
         for i, ((path, x), spec) in enumerate(zip(flat, specs, strict=True))
         if spec.is_matrix and math.prod(x.shape)
     }

@@ -35,9 +35,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import folded, viewed
-from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs
+from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs, warn_without_specs
 from maxmars.optim._newton_schulz import Coefficients
 from maxmars.optim._orthogonalize import scale_by_orthogonalization
 from maxmars.optim._rules import (
@@ -109,7 +108,14 @@ def correct_gradient(
         updates: Tree, state: Any, params: Tree = None, *, prev_grads: Tree = None, **extra: Any
     ) -> tuple[Tree, CorrectGradientState]:
         del params, extra
-        last = _checked_prev_grads(prev_grads, updates) if exact else state.last_grad
+        last = prev_grads if exact else state.last_grad
+        if exact and prev_grads is None:
+            raise ValueError(
+                "exact MARS needs the gradient of this batch at the previous parameters: call "
+                "update(grads, state, params, prev_grads=...)."
+            )
+        if exact:
+            check_like_gradients("prev_grads", prev_grads, updates)
         wide = widened(updates)
         if exact or first_step == "plain_gradient":  # else the state starts at zero
             first = state.count == 0
@@ -150,16 +156,6 @@ def _without_prev_grads(
         return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
-
-
-def _checked_prev_grads(prev_grads: Tree, updates: Tree) -> Tree:
-    if prev_grads is None:
-        raise ValueError(
-            "exact MARS needs the gradient of this batch at the previous parameters: call "
-            "update(grads, state, params, prev_grads=...)."
-        )
-    check_like_gradients("prev_grads", prev_grads, updates)
-    return prev_grads
 
 
 class ClipByMatrixNormState(NamedTuple):
@@ -393,21 +389,7 @@ def scale_by_mars(
     number 0: `optax.EmptyState`), `ClipByMatrixNormState` (absent without a clip) and
     `optax.ScaleByAdamState` (`ScaleByAmsgradState` with amsgrad).
 
-    Args:
-      b1: decay of the first moment, in [0, 1).
-      b2: decay of the second moment, in [0, 1).
-      eps: added to the root of the second moment.
-      gamma: strength of the variance reduction, a float or a schedule; 0 turns it off.
-      clip_threshold: bound on the norm of each corrected gradient; None does not clip.
-      mu_dtype: dtype of the first moment; None keeps the parameter's.
-      amsgrad: divide by the running maximum of the second moment.
-      exact: see `correct_gradient`.
-      first_step: see `correct_gradient`.
-      last_grad_dtype: see `correct_gradient`.
-      matrix_specs: `MatrixSpec`s of the clip, see `resolve_specs`.
-
-    Raises:
-      ValueError: an argument is out of range.
+    The arguments, and the errors, are those of `mars`.
     """
     check_numbers("lie in [0, 1)", b2=b2)
     adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)

@@ -1,6 +1,8 @@
-"""What a parameter is to an optimizer: a matrix, a stack of matrices, or vectors."""
+"""What a parameter is to an optimizer: a matrix, a stack of matrices, or vectors; and the table and
+the warning that tell people."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -143,16 +145,14 @@ def unfolded(shape: tuple[int, ...], unfold: tuple[tuple[int, int], ...]) -> tup
     return tuple(shape)
 
 
-def default_spec(ndim: int) -> MatrixSpec:
-    """A 2-D parameter is one matrix [in, out]; any other is one vector."""
-    if ndim == 2:
-        return MatrixSpec(rows=(0,), cols=(1,))
-    return MatrixSpec(rows=(), cols=tuple(range(max(ndim, 1))))
-
-
 def default_specs(params: Any) -> Any:
-    """The `default_spec` of each parameter."""
-    return jax.tree.map(lambda p: default_spec(p.ndim), params)
+    """Each 2-D parameter is one matrix [in, out]; any other is one vector."""
+    matrix = MatrixSpec(rows=(0,), cols=(1,))
+    return jax.tree.map(lambda p: matrix if p.ndim == 2 else _vector(p.ndim), params)
+
+
+def _vector(ndim: int) -> MatrixSpec:
+    return MatrixSpec(rows=(), cols=tuple(range(max(ndim, 1))))  # a scalar is one element
 
 
 def resolve_specs(specs: Any, params: Any) -> Any:
@@ -227,19 +227,23 @@ def is_function(x: Any) -> bool:
     return bool(leaves) and all(map(callable, leaves))
 
 
+def name_of(path: Any) -> str:
+    """The path of a leaf, for people: `layers.0.kernel`."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
 def _refuse_complex(params: Any) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
-                f"{jax.tree_util.keystr(path, simple=True, separator='.')} is {leaf.dtype}, but "
-                "second moments and matrices here are of real numbers; wrap the optimizer in "
-                "optax.contrib.split_real_and_imaginary."
+                f"{name_of(path)} is {leaf.dtype}, but second moments and matrices here are of "
+                "real numbers; wrap the optimizer in optax.contrib.split_real_and_imaginary."
             )
 
 
 def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
     if spec is None:
-        return MatrixSpec(rows=(), cols=tuple(range(max(param.ndim, 1))))
+        return _vector(param.ndim)
     if not isinstance(spec, MatrixSpec):
         raise ValueError(
             f"matrix_specs has {spec!r} for a parameter of shape {param.shape}; give a MatrixSpec, "
@@ -257,3 +261,69 @@ def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
             f"parameter of shape {param.shape}."
         )
     return spec
+
+
+def describe(params: Any, matrix_specs: Any = None, **columns: Any) -> str:
+    """A table with a row for each parameter: its path, shape, kind and matrix.
+
+    ```python
+    print(describe(params, specs, decays=mask))
+    ```
+
+    The kind is `matrix`, `embedding` or `vector`, as `mars`, `muon` and `soap` tell them apart. A
+    matrix is written rows x cols, its stack before it: [12, 768, 3, 12, 64] with batch (0,), rows
+    (1,) and cols (2, 3, 4) is `12 of 768 x 2304`.
+
+    Args:
+      params: the parameters, arrays or abstract.
+      matrix_specs: what the optimizer is given, see `mars`.
+      columns: further columns, each a pytree like `params` of any values.
+
+    Returns:
+      The lines of the table, without a line break at its end.
+
+    Raises:
+      ValueError: a spec does not describe its parameter, or a column is not like `params`.
+    """
+    specs = jax.tree.leaves(
+        resolve_specs(matrix_specs, params), is_leaf=lambda x: isinstance(x, MatrixSpec)
+    )
+    rows = [["parameter", "shape", "kind", "matrix", *columns]]
+    flat = jax.tree.leaves_with_path(params)
+    values = [jax.tree.structure(params).flatten_up_to(column) for column in columns.values()]
+    for (path, leaf), spec, *row in zip(flat, specs, *values, strict=True):
+        shape = "x".join(map(str, leaf.shape)) or "1"
+        rows.append([name_of(path), shape, spec.kind, _matrix(spec, leaf.shape), *map(str, row)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _matrix(spec: MatrixSpec, shape: tuple[int, ...]) -> str:
+    """What is orthogonalised by itself, such as `12 of 768 x 2304`; nothing for vectors."""
+    if not spec.is_matrix:
+        return ""
+    view = spec.view(shape)
+    stack, rows, cols = (
+        math.prod(view[axis] for axis in axes)
+        for axes in (spec.stack, spec.block_rows, spec.block_cols)
+    )
+    return f"{rows} x {cols}" if stack == 1 else f"{stack} of {rows} x {cols}"
+
+
+def warn_without_specs(matrix_specs: Any, params: Any) -> None:
+    """Warn of parameters of more than two axes for which no spec says what they are."""
+    if matrix_specs is not None:
+        return
+    many = {name_of(path): x for path, x in jax.tree.leaves_with_path(params) if x.ndim > 2}
+    if many:
+        warnings.warn(
+            "without matrix_specs these parameters count as vectors, and all of two axes as "
+            f"matrices, stacked norms and biases too:\n{describe(many)}\nGive matrix_specs, a "
+            "MatrixSpec for each parameter or None for a vector; describe(params, matrix_specs) "
+            "shows what they say.",
+            stacklevel=1,
+        )

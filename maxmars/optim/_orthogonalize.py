@@ -25,7 +25,6 @@ import optax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import (
     AnyMesh,
     Axes,
@@ -41,7 +40,7 @@ from maxmars.optim._exchange import (
     stacks_of,
     to_owners,
 )
-from maxmars.optim._matrices import MatrixSpec, resolve_specs
+from maxmars.optim._matrices import MatrixSpec, resolve_specs, warn_without_specs
 from maxmars.optim._newton_schulz import Coefficients, check_ns_dtype, newton_schulz, triples_of
 from maxmars.optim._rules import Scalar, Tree, check_choice, check_numbers
 
@@ -334,15 +333,10 @@ def scale_by_orthogonalization(
 
     Args:
       matrix_specs: `MatrixSpec`s, see `resolve_specs`.
-      steps: see `newton_schulz`.
-      coefficients: see `newton_schulz`.
-      eps: see `newton_schulz`.
-      dtype: see `orthogonalize`.
-      scale: see `orthogonalize`.
+      steps, coefficients, eps, dtype, scale: see `orthogonalize`.
       measure_every: measure `orthogonality_error` in the first of so many updates, into the state;
         None never does, and keeps no state.
-      mesh: see `plan_orthogonalization`.
-      ownership_axes: see `plan_orthogonalization`.
+      mesh, ownership_axes: see `plan_orthogonalization`.
 
     Raises:
       ValueError: an argument is unknown or out of range, or a partition does not fit the mesh.
@@ -404,9 +398,7 @@ def orthogonalize(
       updates: a tree like the one that was planned for; on a mesh it is best left in the planned
         partition, and is brought there if not.
       assignment: from `plan_orthogonalization`.
-      steps: Newton-Schulz iterations.
-      coefficients: see `newton_schulz`.
-      eps: see `newton_schulz`.
+      steps, coefficients, eps: of the iteration, see `newton_schulz`.
       dtype: in which matrices travel and are iterated on, see `newton_schulz`.
       scale: "spectral" multiplies by sqrt(max(1, out/in)) (MARS-Shampoo, Muon), "rms" by
         0.2 sqrt(max(in, out)) (Moonlight, MARS-M), None by nothing; in and out are those of a block

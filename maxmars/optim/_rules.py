@@ -8,8 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.optim._describe import warn_without_specs
-from maxmars.optim._matrices import MatrixSpec, check_prefix, is_function, resolve_specs
+from maxmars.optim._matrices import (
+    MatrixSpec,
+    check_prefix,
+    is_function,
+    resolve_specs,
+    warn_without_specs,
+)
 
 Scalar = float | jax.Array
 ScalarOrSchedule = optax.ScalarOrSchedule

@@ -51,7 +51,6 @@ import optax
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Int
 
-from maxmars.optim._describe import warn_without_specs
 from maxmars.optim._exchange import (
     AnyMesh,
     Stack,
@@ -61,7 +60,7 @@ from maxmars.optim._exchange import (
     placed_zeros,
     stacks_of,
 )
-from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs
+from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs, warn_without_specs
 from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
@@ -125,23 +124,10 @@ def scale_by_soap(
     matrix_specs: Any = None,
     mesh: AnyMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction U that `soap` steps along; the arguments are those of `soap`.
+    """The direction U that `soap` steps along; its arguments, and its errors, are those of `soap`.
 
-    Args:
-      b1: decay of the first moment, in [0, 1).
-      b2: decay of the second moment, in [0, 1).
-      shampoo_beta: decay of the Gram matrices, in [0, 1); None is `b2`.
-      eps: added to the root of the second moment.
-      precondition_frequency: k, steps between two power iterations of the bases.
-      max_precondition_dim: longest side of a matrix that is preconditioned; None is 2048.
-      mu_dtype: dtype of the first moment; None keeps the parameter's.
-      matrix_specs: `MatrixSpec`s as a pytree prefix, see `resolve_specs`. What is a vector takes
-        Adam with the same hyperparameters, and nothing in the first step.
-      mesh: device mesh of the parameters. `MatrixSpec.partition` then says how each is split, and
-        whole matrices are preconditioned by owners.
-
-    Raises:
-      ValueError: an argument is out of range, or a partition does not fit the mesh.
+    Unlike there, vectors and embeddings take Adam with the matrices' hyperparameters, and nothing
+    in the first step.
     """
     shampoo_beta = b2 if shampoo_beta is None else shampoo_beta
     check_numbers("lie in [0, 1)", b1=b1, b2=b2, shampoo_beta=shampoo_beta)
@@ -384,6 +370,7 @@ def _update_bases(
 
 
 def _same_bases(state: ScaleBySoapState) -> ScaleBySoapState:
+    """A function of its own, as outside of jit a new one in each step would compile each time."""
     return state
 
 

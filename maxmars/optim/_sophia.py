@@ -60,19 +60,8 @@ def scale_by_sophia(
     eps: Scalar = 1e-15,
     update_hessian_every: int | jax.Array = 10,
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction u that `sophia` steps along; the arguments are those of `sophia`.
-
-    Args:
-      batch_tokens: B, the number of labels over which the sampled loss is a mean.
-      b1: decay of the first moment, in [0, 1).
-      b2: decay of the Hessian estimate, in [0, 1), once every `update_hessian_every` steps.
-      rho: ρ, scale of the Hessian; the greater, the fewer elements are clipped to ±1.
-      eps: added to ρ h.
-      update_hessian_every: k, steps between two estimates.
-
-    Raises:
-      ValueError: an argument is out of range; in `update`, `sampled_grads` is missing.
-    """
+    """The direction u that `sophia` steps along; its arguments, and its errors, are those of
+    `sophia`."""
     check_numbers("lie in [0, 1)", b1=b1, b2=b2)
     check_numbers("be positive", batch_tokens=batch_tokens, rho=rho, eps=eps)
     check_numbers("be positive", update_hessian_every=update_hessian_every)

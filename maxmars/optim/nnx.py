@@ -10,10 +10,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from maxmars.optim._matrices import MatrixSpec
+from maxmars.optim._matrices import MatrixSpec, name_of
 
-_NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm | nnx.InstanceNorm
 _CONVOLUTIONS = nnx.Conv | nnx.ConvTranspose
+_NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm | nnx.InstanceNorm
+_WITH_VECTORS = nnx.Linear | _CONVOLUTIONS | _NORMS
 # Of a table [tokens, width] as of the head's map from width to tokens.
 _TABLE = MatrixSpec(rows=(1,), cols=(0,), embedding=True)
 
@@ -88,7 +89,7 @@ def matrix_specs_of(
     def of_leaf(path: Any, leaf: Any) -> MatrixSpec | None:
         if not hasattr(leaf, "ndim") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return None
-        return spec(jax.tree_util.keystr(path, simple=True, separator="."), leaf, None)
+        return spec(name_of(path), leaf, None)
 
     if isinstance(model, nnx.Pytree):
         given = given_specs(model, wrt)
@@ -138,31 +139,27 @@ def _layer(model: Any, path: tuple[Any, ...]) -> Any:
 
 def _of_layer(layer: Any, name: Any, ndim: int) -> MatrixSpec | None:
     """The parameter of this name; None for an unknown layer."""
-    spec = None
-    if name == "kernel":
-        spec = _kernel(layer)
-    elif name == "embedding" and isinstance(layer, nnx.Embed):
-        spec = _TABLE
-    elif name in ("bias", "scale"):
-        spec = _vector_axes(layer)
-    return None if spec is None else stacked(spec, ndim)
+    match name, layer:
+        case "kernel", nnx.Linear():
+            spec = _matrix(0, 1, 1)
+        case "kernel", nnx.LinearGeneral():
+            spec = _matrix(len(layer.batch_axis), len(layer.axis), len(layer.out_features))
+        case "kernel", nnx.Conv() | nnx.ConvTranspose():
+            spec = _convolution(layer)
+        case "embedding", nnx.Embed():
+            spec = _TABLE
+        case "bias", nnx.LinearGeneral():
+            spec = _matrix(len(layer.batch_axis), 0, len(layer.out_features))
+        case "bias" | "scale", _ if isinstance(layer, _WITH_VECTORS):
+            spec = _vector(1)
+        case _:
+            return None
+    return stacked(spec, ndim)
 
 
 def _has_attribute(layer: Any, key: Any) -> bool:
     """A dict of layers may have a key `items`, which is no layer as an attribute."""
     return isinstance(key, str) and not isinstance(layer, dict) and hasattr(layer, key)
-
-
-def _kernel(layer: Any) -> MatrixSpec | None:
-    """The kernel of a layer that is not stacked; None for an unknown layer."""
-    match layer:
-        case nnx.Linear():
-            return _matrix(0, 1, 1)
-        case nnx.LinearGeneral():
-            return _matrix(len(layer.batch_axis), len(layer.axis), len(layer.out_features))
-        case nnx.Conv() | nnx.ConvTranspose():
-            return _convolution(layer)
-    return None
 
 
 def _groups(layer: Any) -> int:
@@ -184,15 +181,6 @@ def _convolution(layer: Any) -> MatrixSpec:
         batch, unfold, last = (last,), ((last, size),), last + 1
     rows, cols = (last, inner) if transposed else (inner, last)
     return MatrixSpec(batch=batch, rows=(*space, rows), cols=(cols,), unfold=unfold)
-
-
-def _vector_axes(layer: Any) -> MatrixSpec | None:
-    """The bias or scale of a layer that is not stacked; None for an unknown layer."""
-    if isinstance(layer, nnx.LinearGeneral):
-        return _matrix(len(layer.batch_axis), 0, len(layer.out_features))
-    if isinstance(layer, nnx.Linear | _CONVOLUTIONS | _NORMS):
-        return _vector(1)
-    return None
 
 
 def _matrix(batch: int, rows: int, cols: int) -> MatrixSpec:

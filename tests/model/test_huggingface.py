@@ -49,8 +49,7 @@ def expected(arrays, fields=None):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("prefix", ["", "transformer."])
-@pytest.mark.parametrize("inverse", [False, True])
+@pytest.mark.parametrize(("prefix", "inverse"), [("", True), ("transformer.", False)])
 def test_logits_equal_a_plain_numpy_gpt2(tmp_path, prefix, inverse):
     fields = hf_fields(BASE) | {"scale_attn_by_inverse_layer_idx": inverse}
     arrays = hf_arrays(BASE)
@@ -70,7 +69,7 @@ def test_old_files_with_the_mask_and_the_tied_head_in_them(tmp_path):
     np.testing.assert_allclose(logits(BASE, params), expected(arrays), atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", [np.float64, np.float16, jax.numpy.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float64, jax.numpy.bfloat16])
 def test_other_types_are_converted(tmp_path, dtype):
     arrays = {name: array.astype(dtype) for name, array in hf_arrays(BASE).items()}
     _, params = load(write_hf(tmp_path, hf_fields(BASE), arrays))
@@ -89,13 +88,11 @@ def test_several_files_with_an_index(tmp_path):
     assert huggingface.is_hf_directory(tmp_path)
     np.testing.assert_allclose(logits(*load(tmp_path)), expected(arrays), atol=2e-5)
 
-    wrong = ["../model-0.safetensors", "/etc/passwd", "model-0.bin", "", "other-1.safetensors"]
-    for file in (weight_map["wte.weight"], *wrong):
+    for file in ("../model-0.safetensors", "model-0.bin", "other-1.safetensors"):
         index.write_text(json.dumps({"weight_map": weight_map | {"h.0.ln_1.bias": file}}))
-        named = file if file in wrong else "h.0.ln_1.bias"
-        with refused((ValueError, KeyError, FileNotFoundError), index, named):
+        with refused((ValueError, FileNotFoundError), index, file):
             load(tmp_path)
-    for text in ("[]", "{}", '{"weight_map": []}', "{"):
+    for text in ("{}", '{"weight_map": []}'):
         index.write_text(text)
         with refused((ValueError, KeyError), index):
             load(tmp_path)
@@ -193,58 +190,11 @@ def test_wrong_arrays(tmp_path, kind):
         load(write_hf(tmp_path, hf_fields(BASE), arrays))
 
 
-def header_of(path):
-    content = path.read_bytes()
-    size = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + size]), content[8 + size :]
-
-
-def rewrite(path, header, data):
-    content = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(content).to_bytes(8, "little") + content + data)
-
-
-def with_entry(name, **changes):
-    def damage(path):
-        header, data = header_of(path)
-        header[f"transformer.{name}"] |= changes
-        rewrite(path, header, data)
-
-    return damage
-
-
-def overlap(path):
-    header, data = header_of(path)
-    header["transformer.ln_f.bias"]["data_offsets"] = header["transformer.ln_f.weight"][
-        "data_offsets"
-    ]
-    rewrite(path, header, data)
-
-
-DAMAGE = {
-    "half": lambda p: p.write_bytes(p.read_bytes()[: p.stat().st_size // 2]),
-    "last byte": lambda p: p.write_bytes(p.read_bytes()[:-1]),
-    "in the header": lambda p: p.write_bytes(p.read_bytes()[:100]),
-    "empty": lambda p: p.write_bytes(b""),
-    "a web page": lambda p: p.write_bytes(b"<!DOCTYPE html>" * 9),
-    "more bytes": lambda p: p.write_bytes(p.read_bytes() + b"x"),
-    "no JSON": lambda p: rewrite(p, b"{nothing}", b""),
-    "no object": lambda p: rewrite(p, b"[1, 2]", b""),
-    "nested": lambda p: rewrite(p, b"[" * 99999, b""),
-    "overlap": overlap,
-    "negative": with_entry("ln_f.bias", data_offsets=[-64, 0]),
-    "beyond": with_entry("ln_f.bias", data_offsets=[10**15, 10**15 + 64]),
-    "bool": with_entry("ln_f.bias", shape=[True]),
-    "size": with_entry("ln_f.bias", shape=[17]),
-    "type": with_entry("ln_f.bias", dtype="F4"),
-    "type of type": with_entry("ln_f.bias", dtype=["F32"]),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damaged_safetensors(model, kind):
-    DAMAGE[kind](model / "model.safetensors")
-    with refused(ValueError, model / "model.safetensors") as raised:
+@pytest.mark.parametrize("left", [0, 100, 5000], ids=["empty", "in the header", "in the arrays"])
+def test_a_file_cut_short(model, left):
+    path = model / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    with refused(ValueError, path) as raised:
         load(model)
     assert "\n" not in in_words(raised.value)
 
@@ -303,21 +253,13 @@ def test_ours_come_back(tmp_path, kind):
 
 WRONG = {
     "no JSON": ("{", "config.json"),
-    "no object": ("[1]", "[1]"),
     "missing": ({"n_embd": ...}, "n_embd"),
     "text": ({"n_layer": "3"}, 'num_layers: "3"'),
-    "bool": ({"n_head": True}, "num_heads: true"),
-    "zero": ({"n_head": 0}, "num_heads=0"),
     "heads": ({"n_head": 3}, "num_heads=3"),
-    "epsilon": ({"layer_norm_epsilon": -1}, "layer_norm_epsilon=-1.0"),
-    "scaling": ({"scale_attn_by_inverse_layer_idx": None}, "scale_attn_by_inverse_layer_idx: null"),
     "context": ({"n_ctx": 13}, "n_ctx 13"),
     "activation": ({"activation_function": "relu"}, 'activation_function is "relu"'),
-    "model": ({"model_type": "llama"}, 'model_type is "llama"'),
     "scale": ({"scale_attn_weights": False}, "scale_attn_weights is false"),
     "width": ({"n_inner": 100}, "n_inner is 100"),
-    "head": ({"tie_word_embeddings": False}, "tie_word_embeddings is false"),
-    "cross": ({"add_cross_attention": True}, "add_cross_attention is true"),
     "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config is"),
     "ours": ({"maxmars": {"use_bias": 0}}, "use_bias: 0"),
     "ours unknown": ({"maxmars": {"remat": "full"}}, "remat"),

@@ -63,9 +63,9 @@ def params():
 def test_logits_equal_those_of_the_uncached_model(params, changes, tolerance):
     config = dataclasses.replace(DOCUMENTS, **changes)
     expected = uncached_logits(config, params)
-    found, cache = jax.jit(cached(config))(params)
+    result, cache = jax.jit(cached(config))(params)
     assert expected[..., : config.vocab_size].std() > 1
-    np.testing.assert_allclose(found, expected, atol=tolerance)
+    np.testing.assert_allclose(result, expected, atol=tolerance)
     assert cache.kept.keys.dtype == cache.kept.values.dtype == config.compute_dtype
     assert int(cache.num_new) == NEW
 
@@ -75,8 +75,8 @@ def test_a_cache_over_heads_and_rows_stays_where_it_is(params):
     shardings = Parameters(DOCUMENTS, mesh).shardings
     with jax.set_mesh(mesh):
         compiled = jax.jit(cached(DOCUMENTS), in_shardings=(shardings,)).lower(params).compile()
-        found, cache = compiled(jax.device_put(params, shardings))
-    np.testing.assert_allclose(found, uncached_logits(DOCUMENTS, params), atol=2e-5)
+        result, cache = compiled(jax.device_put(params, shardings))
+    np.testing.assert_allclose(result, uncached_logits(DOCUMENTS, params), atol=2e-5)
     for part in (cache.kept.keys, cache.kept.values):
         rows, heads = part.shape[1] // 2, part.shape[2] // 4
         assert part.sharding.shard_shape(part.shape)[1:3] == (rows, heads)

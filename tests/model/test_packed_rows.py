@@ -1,6 +1,5 @@
 """Several documents in one row: each has the logits, loss and gradients that it has alone."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,19 +12,12 @@ from tiny import MODEL, random_params
 
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
-from maxmars.model.attention import (
-    attention_on_mesh,
-    blocked_attention,
-    causal_attention,
-    splash_attention,
-)
 from maxmars.model.gpt2 import document_segments
 from maxmars.model.language_model import make_model, mean_loss
 
 # The documents of each row, by length; padding fills the row up to max_seq_len + 1 tokens.
 LENGTHS = [[9, 4, 4], [17], [4, 9], [9, 4]]
 PLAIN = dataclasses.replace(MODEL, attention="plain")
-MESH = MeshConfig(data=2, fsdp=2, tensor=2)
 
 
 def random_documents(seed=0):
@@ -58,76 +50,42 @@ def with_mean_one(mask):
     return mask / mask[:, 1:].mean(dtype=np.float32)
 
 
-def assert_close(found, expected):
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_close(result, expected):
+    for ours, theirs in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
 def one_by_one(texts):
     """Mean loss and gradients over all targets, from a plain row a text."""
     params = random_params(MODEL)
-    found = [loss_and_grads(PLAIN)(params, {"tokens": text[None]}) for text in texts]
+    result = [loss_and_grads(PLAIN)(params, {"tokens": text[None]}) for text in texts]
     sizes = np.array([len(text) - 1 for text in texts])
-    return jax.tree.map(lambda *x: np.tensordot(sizes / sizes.sum(), np.stack(x), 1), *found)
+    return jax.tree.map(lambda *x: np.tensordot(sizes / sizes.sum(), np.stack(x), 1), *result)
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(
-    ("on_mesh", "attention"),
-    [
-        pytest.param(True, "blocked", id="mesh-blocked"),
-        pytest.param(True, "plain", id="mesh-plain", marks=pytest.mark.slow),
-        pytest.param(False, "blocked", id="one-blocked", marks=pytest.mark.slow),
-        pytest.param(False, "plain", id="one-plain", marks=pytest.mark.slow),
-    ],
-)
-def test_loss_and_gradients_are_those_of_the_documents_alone(attention, on_mesh):
-    config, batch = dataclasses.replace(MODEL, attention=attention), packed(random_documents())
+def test_loss_and_gradients_are_those_of_the_documents_alone():
+    """By blocks on a mesh, against the plain formula on one device."""
+    config, batch = dataclasses.replace(MODEL, attention="blocked"), packed(random_documents())
     batch["mask"] = with_mean_one(batch["mask"])
-    with jax.set_mesh(sharding.make_mesh(MESH)) if on_mesh else contextlib.nullcontext():
-        found = loss_and_grads(config)(random_params(MODEL), batch)
-    assert_close(found, one_by_one(list(itertools.chain(*random_documents()))))
+    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+        result = loss_and_grads(config)(random_params(MODEL), batch)
+    assert_close(result, one_by_one(list(itertools.chain(*random_documents()))))
 
 
-@pytest.mark.parametrize("attention", ["plain", pytest.param("blocked", marks=pytest.mark.slow)])
-def test_logits_are_those_of_the_documents_alone(attention):
-    config, params = dataclasses.replace(MODEL, attention=attention), random_params(MODEL)
-    apply = jax.jit(lambda params, tokens, **given: make_model(config, params)(tokens, **given))
+def test_logits_are_those_of_the_documents_alone():
+    params = random_params(MODEL)
+    apply = jax.jit(lambda params, tokens, **given: make_model(PLAIN, params)(tokens, **given))
     documents = random_documents()
     batch = {name: array[:, :-1] for name, array in packed(documents).items() if name != "mask"}
     logits = jax.device_get(apply(params, **batch))
     for row, of_row in zip(logits, documents, strict=True):
         at = 0
         for document in of_row:
-            found = row[at : at + len(document)]  # the last token of a window is no input
-            expected = jax.device_get(apply(params, document[None, : len(found)]))
-            np.testing.assert_allclose(found, expected[0], atol=2e-5)
+            result = row[at : at + len(document)]  # the last token of a window is no input
+            expected = jax.device_get(apply(params, document[None, : len(result)]))
+            np.testing.assert_allclose(result, expected[0], atol=2e-5)
             at += len(document)
-
-
-KERNELS = {
-    "plain": causal_attention,
-    "blocked": blocked_attention,
-    "splash": functools.partial(splash_attention, interpret=True),
-    "splash on a mesh": functools.partial(
-        attention_on_mesh, functools.partial(splash_attention, interpret=True)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KERNELS)
-def test_every_kernel_attends_within_segments(name):
-    """Segments of a row in any order of numbers, one of them shorter than a block."""
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(8, 200, 2, 16)).astype(np.float32) for _ in range(3))
-    borders = [0, 7, 130, 200]
-    ids = np.broadcast_to(np.repeat(np.int32([5, 0, 2]), np.diff(borders)), (8, 200))
-    with jax.set_mesh(sharding.make_mesh(MESH)):
-        found = jax.device_get(jax.jit(KERNELS[name])(q, k, v, np.float32(0.3), ids))
-    for start, stop in itertools.pairwise(borders):
-        part = (x[:, start:stop] for x in (q, k, v))
-        expected = jax.jit(causal_attention)(*part, np.float32(0.3))
-        np.testing.assert_allclose(found[:, start:stop], expected, atol=1e-5)
 
 
 def test_a_mask_counts_the_targets_that_it_names():
@@ -135,8 +93,8 @@ def test_a_mask_counts_the_targets_that_it_names():
     tokens = np.random.default_rng(1).integers(0, 256, (4, 17)).astype(np.int32)
     until = np.array([17, 9, 4, 4])
     batch = {"tokens": tokens, "mask": with_mean_one(np.arange(17) < until[:, None])}
-    found = loss_and_grads(PLAIN)(random_params(MODEL), batch)
-    assert_close(found, one_by_one([row[:n] for row, n in zip(tokens, until, strict=True)]))
+    result = loss_and_grads(PLAIN)(random_params(MODEL), batch)
+    assert_close(result, one_by_one([row[:n] for row, n in zip(tokens, until, strict=True)]))
 
 
 @pytest.mark.parametrize(

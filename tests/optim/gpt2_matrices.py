@@ -1,21 +1,14 @@
-"""The matrices of a GPT-2, and the programs that orthogonalise them; with 16 fake devices as a
-program of its own, which prints what `test_orthogonalize.py` asserts."""
-
-import functools
-import json
-import sys
+"""The matrices of a GPT-2, their specs and meshes."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxmars.distributed.collectives import collectives
 from maxmars.distributed.sharding import like_params, with_shardings
 from maxmars.optim import (
     MatrixSpec,
     mars,
-    orthogonalize,
     plan_orthogonalization,
 )
 
@@ -33,8 +26,6 @@ SPLITS = {
 }
 XL = {"layers": 48, "embed": 1600, "heads": 25}
 LARGE = {"layers": 36, "embed": 1280, "heads": 20}
-# Stacks that the devices divide, prime ones, and ones smaller than the mesh.
-CASES = ((16, "fused"), (7, "qkv"), (3, "heads"))
 
 
 def shapes(layers, embed, heads):
@@ -79,50 +70,6 @@ def random_matrices(layers, embed=16, heads=4, dtype="float32"):
     }
 
 
-def run(updates, cases, dtype, mesh=None):
-    """All cases in one program."""
-
-    @jax.jit
-    def program(updates):
-        plans = [
-            plan_orthogonalization(u, specs(split), mesh=mesh)
-            for u, (_, split) in zip(updates, cases, strict=True)
-        ]
-        return [orthogonalize(u, p, dtype=dtype) for u, p in zip(updates, plans, strict=True)]
-
-    return program(updates)
-
-
-@functools.cache
-def unsharded(cases, dtype):
-    return run([random_matrices(n, dtype=input_dtype(dtype)) for n, _ in cases], cases, dtype)
-
-
-def input_dtype(dtype):
-    return "float32" if dtype == "bfloat16" else dtype
-
-
-def sharded_errors(shape, dtype="float32", cases=CASES):
-    """Relative difference of every case on a mesh from one device.
-
-    Also checks that the results are in the parameters' shardings.
-    """
-    mesh = make_mesh(shape)
-    inputs = [
-        jax.device_put(random_matrices(n, dtype=input_dtype(dtype)), shardings(mesh))
-        for n, _ in cases
-    ]
-    results = run(inputs, cases, dtype, mesh)
-    errors = {}
-    expectations = unsharded(cases, dtype)
-    for (layers, split), result, expected in zip(cases, results, expectations, strict=True):
-        for name, x in result.items():
-            assert x.sharding.is_equivalent_to(shardings(mesh)[name], x.ndim), (shape, name)
-            difference = np.linalg.norm(np.asarray(x) - np.asarray(expected[name]))
-            errors[f"{layers} {split} {name}"] = float(difference / np.linalg.norm(expected[name]))
-    return errors
-
-
 def compiled_update(mesh, size):
     """Plan and program of a MARS-Shampoo update of a real GPT-2; nothing is allocated."""
     params = {
@@ -136,34 +83,3 @@ def compiled_update(mesh, size):
     update = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=out)
     plan = plan_orthogonalization(params, specs(), mesh=mesh)
     return plan, update.lower(params, state, params).compile()
-
-
-BUDGETS = [((1, 16, 1), XL), ((2, 8, 1), XL), ((4, 4, 1), XL), ((1, 4, 4), LARGE)]
-
-
-def traffic(shape, size):
-    mesh = make_mesh(shape)
-    plan, program = compiled_update(mesh, size)
-    return {
-        "collectives": [(c.op, c.bytes, c.count) for c in collectives(program, mesh)],
-        "groups": len(plan.groups),
-        "elements": plan.elements,
-        "padded_elements": plan.padded_elements,
-        "transfer_bytes": plan.transfer_bytes(),
-        "table": str(plan),
-    }
-
-
-def main():
-    result = {
-        "errors": {
-            f"{shape} {dtype}": sharded_errors(shape, dtype)
-            for shape, dtype in [((1, 16, 1), "float32"), ((1, 4, 4), "float32")]
-        },
-        "traffic": {str(shape): traffic(shape, size) for shape, size in BUDGETS},
-    }
-    json.dump(result, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()

@@ -3,6 +3,7 @@
 The checks are those of `optax/contrib/_common_test.py` and `optax/_src/sharding_test.py`.
 """
 
+import contextlib
 import functools
 import inspect
 from dataclasses import dataclass, field
@@ -36,7 +37,7 @@ from maxmars.optim import (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """An optimizer with its options, and the argument of `update` that takes another gradient."""
 
@@ -46,6 +47,11 @@ class Case:
 
     def __call__(self, learning_rate=0.01, **options):
         return self.factory(learning_rate, **self.options, **options)
+
+    @functools.cached_property
+    def default(self):
+        """The same object for all tests: what one of them compiles, the others have."""
+        return self()
 
     def extra(self, gradient):
         return {} if self.second_gradient is None else {self.second_gradient: gradient}
@@ -75,22 +81,20 @@ CASES = {
 }
 
 
-def ask(names, slow=()):
-    """The optimizers of these names; those that are slow are asked in the slow phase alone."""
-    marked = [
-        pytest.param(CASES[name], id=name, marks=pytest.mark.slow if name in slow else ())
-        for name in names
-    ]
-    return pytest.mark.parametrize("case", marked)
+def ask(*names):
+    return pytest.mark.parametrize("case", [pytest.param(CASES[name], id=name) for name in names])
 
 
-# The default suite leaves out what shares its code with another, and of questions that compile
-# long MARS-M too, which orthogonalises as the variant `shampoo` does.
-SIMILAR = ("mars adamw amsgrad", "mars shampoo memory-efficient", "mars over nadam", "moonlight")
-every_optimizer = ask(CASES, slow=SIMILAR)
-every_optimizer_in_time = ask(CASES, slow=(*SIMILAR, "mars m"))
-# These are asked of SOAP in test_soap.py or test_soap_on_mesh.py too.
-every_optimizer_soap_elsewhere = ask(CASES, slow=(*SIMILAR, "mars m", "soap"))
+# What shares its code with another finds its minima, and is asked no more.
+SIMILAR = {
+    "mars adamw amsgrad",
+    "mars shampoo memory-efficient",
+    "mars m",
+    "mars over nadam",
+    "moonlight",
+}
+every_optimizer = ask(*CASES)
+every_kind = ask(*(name for name in CASES if name not in SIMILAR))
 
 
 def params_like(dtype=jnp.float32, seed=0):
@@ -125,13 +129,9 @@ def all_finite(tree):
 # --- convergence ---------------------------------------------------------------------------------
 
 
-def square(x):
-    return jnp.real(x * jnp.conj(x))
-
-
 def valley(x):
     """Rosenbrock's function over the first axis."""
-    return jnp.sum(square(1 - x[0]) + 100 * square(x[1] - x[0] ** 2))
+    return jnp.sum(jnp.square(1 - x[0]) + 100 * jnp.square(x[1] - x[0] ** 2))
 
 
 BOWL = {
@@ -142,7 +142,7 @@ BOWL = {
 
 
 def bowl_loss(params, target):
-    return sum(square(params[name] - target[name]).sum() for name in target)
+    return sum(jnp.square(params[name] - target[name]).sum() for name in target)
 
 
 def minimize(case, tx, loss, params, steps):
@@ -151,7 +151,7 @@ def minimize(case, tx, loss, params, steps):
 
     def step(carry, _):
         params, previous, state = carry
-        grads = jax.tree.map(jnp.conj, gradient(params))
+        grads = gradient(params)
         extra = case.extra(grads)
         if "prev_grads" in extra:
             extra = {"prev_grads": gradient(previous)}
@@ -175,69 +175,51 @@ def test_it_finds_the_minima_of_a_parabola_and_of_rosenbrocks_function(case):
         return bowl + valley(params["valley"]) + valley(params["two valleys"])
 
     tx = case(optax.cosine_decay_schedule(0.05, steps))
-    found = minimize(case, tx, loss, jax.tree.map(jnp.zeros_like, target), steps)
-    assert_close(found, target, rtol=0, atol=3e-2)
-
-
-# split_real_and_imaginary passes no further arguments on, prev_grads and sampled_grads among them.
-WITH_ONE_GRADIENT = [name for name, case in CASES.items() if not case.second_gradient]
-SPLIT_BY_DEFAULT = ("mars adamw", "mars shampoo")  # the splitting is optax's
-
-
-@ask(WITH_ONE_GRADIENT, slow=set(WITH_ONE_GRADIENT) - set(SPLIT_BY_DEFAULT))
-def test_it_finds_a_complex_minimum_by_real_and_imaginary_parts(case):
-    # The rules themselves are those of real numbers.
-    steps = 1000
-    target = jax.tree.map(
-        lambda x: x + 1j * x[..., ::-1], {k: BOWL[k] for k in BOWL if k != "scalar"}
-    )
-    tx = case(optax.cosine_decay_schedule(0.05, steps))
-    tx = optax.contrib.split_real_and_imaginary(tx)
-    start = jax.tree.map(jnp.zeros_like, target)
-    found = minimize(case, tx, lambda params: bowl_loss(params, target), start, steps)
-    assert_close(found, target, rtol=0, atol=3e-2)
+    minimum = minimize(case, tx, loss, jax.tree.map(jnp.zeros_like, target), steps)
+    assert_close(minimum, target, rtol=0, atol=3e-2)
 
 
 # --- states --------------------------------------------------------------------------------------
 
 
-@every_optimizer_soap_elsewhere
-def test_jit_changes_nothing(case):
-    params, first, second = ({"kernel": params_like(seed=i)["kernel"]} for i in range(3))
-    tx = case()
-    _, state = update(case, tx, first, tx.init(params), params)
-    plain = tx.update(second, state, params, **case.extra(second))
-    assert_close(update(case, tx, second, state, params), plain)
+@every_kind
+def test_the_state_is_an_ordinary_tree(case):
+    """It may be made from shapes, flattened and mapped over; `jit` changes nothing."""
+    tx, params = case.default, params_like()
+    for dtype in ("float16", "bfloat16", "float32"):
+        some = params_like(dtype)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), some)
+        state = tx.init(some)
+        assert types(jax.eval_shape(tx.init, some)) == types(state)
+        assert types(tx.init(shapes)) == types(state)  # as optax has it: zeros, from shapes alone
+        for grads in (some, params_like("bfloat16")):
+            after = jax.eval_shape(tx.update, grads, state, some, **case.extra(grads))
+            assert types(after) == types((some, state))
     assert_close(jax.jit(tx.init)(params), tx.init(params), atol=0)
+    with refused(ValueError, "`params`"):  # it may decay them
+        tx.update(params, tx.init(params), **case.extra(params))
 
+    state = tx.init(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    for _ in range(2):  # SOAP's first step is none
+        updates, state = update(case, tx, zeros, state, params)
+        assert not any(x.any() for x in jax.tree.leaves(updates))  # nothing decays unasked
 
-@every_optimizer_in_time
-def test_the_state_survives_flattening_and_mapping_over_parameters(case):
-    specs = {"kernel": MatrixSpec(rows=(0,), cols=(1,))} | dict.fromkeys(
-        ("bias", "temperature", "absent", "empty")
-    )
-    tx = case() if case.factory is sophia else case(matrix_specs=specs)
-    params = params_like()
     _, state = update(case, tx, params_like(seed=1), tx.init(params), params)
+    expected = update(case, tx, params, state, params)
+    assert_close(tx.update(params, state, params, **case.extra(params)), expected)
     leaves, treedef = jax.tree.flatten(state)
     copy = jax.tree.unflatten(treedef, [np.asarray(x) for x in leaves])
-    assert type(copy) is type(state)
     mapped = optax.tree.map_params(tx, jnp.negative, state)
     restored = optax.tree.map_params(tx, jnp.negative, mapped)
-    changed = [bool(jnp.any(a != b)) for a, b in zip(leaves, jax.tree.leaves(mapped), strict=True)]
-    assert any(changed)
-    expected = update(case, tx, params, state, params)
+    assert any((a != b).any() for a, b in zip(leaves, jax.tree.leaves(mapped), strict=True))
     for other in (copy, restored):
         assert_close(update(case, tx, params, other, params), expected, rtol=0, atol=0)
 
 
-@every_optimizer_in_time
-@pytest.mark.parametrize(
-    "dtype",
-    ["float16", *(pytest.param(x, marks=pytest.mark.slow) for x in ("bfloat16", "float32"))],
-)
-def test_a_branch_and_a_loop_keep_the_types(case, dtype):
-    tx, params = case(), params_like(dtype)
+@every_kind
+def test_a_branch_and_a_loop_keep_the_types(case):
+    tx, params = case.default, params_like("float16")
     zeros = jax.tree.map(jnp.zeros_like, params)
 
     def step(carry, now):
@@ -262,48 +244,21 @@ def test_a_branch_and_a_loop_keep_the_types(case, dtype):
         assert not np.array_equal(after[0][name], params[name])
 
 
-@every_optimizer_in_time
-def test_updates_have_the_parameters_dtype_whatever_that_of_the_gradients(case):
-    tx, params, grads = case(), params_like(), params_like(jnp.bfloat16, seed=1)
-    updates, state = update(case, tx, grads, tx.init(params), params)
-    assert types(updates) == types(params)
-    assert types(state) == types(tx.init(params))
+@every_kind
+def test_parameters_may_be_missing_empty_or_a_lone_scalar(case):
+    tx = case.default
+    for empty in ({}, (), {"a": None}):
+        updates, state = tx.update(empty, tx.init(empty), empty, **case.extra(empty))
+        assert updates == empty
+        assert types(state) == types(tx.init(empty))
 
+    scalar = jnp.float32(2.0)
+    after = jax.eval_shape(tx.update, scalar, tx.init(scalar), scalar, **case.extra(scalar))
+    assert types(after) == types((scalar, tx.init(scalar)))
 
-@every_optimizer
-def test_nothing_decays_unasked(case):
-    params = params_like()
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    tx, state = case(), case().init(params)
-    for _ in range(2):  # SOAP's first step is none
-        updates, state = update(case, tx, zeros, state, params)
-    assert not any(x.any() for x in jax.tree.leaves(updates))
-
-
-@every_optimizer
-def test_abstract_initialisation_is_the_real_one(case):
-    tx, params = case(), params_like(jnp.bfloat16)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    real = types(tx.init(params))
-    assert types(jax.eval_shape(tx.init, params)) == real
-    assert types(jax.eval_shape(tx.init, shapes)) == real
-    assert types(tx.init(shapes)) == real  # as optax has it: arrays of zeros, from shapes alone
-
-
-@every_optimizer
-@pytest.mark.parametrize("empty", [{}, (), {"a": None}])
-def test_there_may_be_no_parameters(case, empty):
-    tx = case()
-    updates, state = tx.update(empty, tx.init(empty), empty, **case.extra(empty))
-    assert updates == empty
-    assert types(state) == types(tx.init(empty))
-
-
-@every_optimizer_in_time
-def test_parameters_may_have_no_elements(case):
     params = {"rows": jnp.zeros((0, 4)), "cols": jnp.zeros((4, 0)), "none": jnp.zeros(0)}
     params["some"] = jnp.ones((4, 2))
-    tx, state = case(), case().init(params)
+    state = tx.init(params)
     for _ in range(2):
         updates, state = update(case, tx, params, state, params)
     assert types(updates) == types(params)
@@ -311,21 +266,10 @@ def test_parameters_may_have_no_elements(case):
     assert updates["some"].any()
 
 
-@every_optimizer
-def test_a_lone_scalar_is_a_parameter(case):
-    tx, param = case(), jnp.float32(2.0)
-    state = tx.init(param)
-    updates, new_state = jax.eval_shape(
-        lambda g, s: tx.update(g, s, g, **case.extra(g)), param, state
-    )
-    assert types(updates) == types(param)
-    assert types(new_state) == types(state)
-
-
-@every_optimizer_in_time
+@every_kind
 def test_it_takes_unknown_arguments_and_donations_and_compiles_once(case):
     # A donated buffer that cannot be used is a warning, and so an error here.
-    tx, params = case(), params_like()
+    tx, params = case.default, params_like()
     state = tx.init(params)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -341,16 +285,26 @@ def test_it_takes_unknown_arguments_and_donations_and_compiles_once(case):
     assert step._cache_size() == 1
 
 
-@every_optimizer_soap_elsewhere
-def test_constant_schedules_are_constants(case):
-    params, results = params_like(), []
-    for value in (0.03, optax.constant_schedule(0.03)):
-        tx = case(value, weight_decay=value)
-        state = tx.init(params)
+@every_kind
+def test_constants_schedules_and_injected_hyperparameters_are_the_same(case):
+    # Integers become traced hyperparameters too: Newton-Schulz then loops.
+    params, rate = params_like(), {"learning_rate": 0.03, "weight_decay": 0.03}
+    schedules = {name: optax.constant_schedule(value) for name, value in rate.items()}
+    inject = optax.inject_hyperparams(case.factory)
+    results, states = [], []
+    for tx in (case(**rate), case(**schedules), inject(**rate, **case.options)):
+        state = jax.jit(tx.init)(params)
         for seed in (1, 2):
             updates, state = update(case, tx, params_like(seed=seed), state, params)
         results.append(updates)
-    assert_close(*results)
+        states.append(state)
+    constant, _, injected = states
+    assert_close(results[1], results[0])
+    assert_close(results[2], results[0])
+    assert_close(injected.inner_state, constant, atol=1e-5)
+    injected.hyperparams["learning_rate"] = jnp.asarray(0.0)
+    updates, _ = update(case, tx, params, injected, params)
+    assert not updates["kernel"].any()
 
 
 DIRECTIONS = {
@@ -365,17 +319,8 @@ DIRECTIONS = {
 }
 
 
-def takes(factory, name):
-    return name in inspect.signature(factory).parameters
-
-
 # One vector [2, 8, 4], said to be one: nothing is to be warned of.
 VECTOR = {"matrix_specs": MatrixSpec(rows=(), cols=(0, 1, 2))}
-
-every_direction = pytest.mark.parametrize(
-    ("factory", "options"), DIRECTIONS.values(), ids=DIRECTIONS.keys()
-)
-
 
 EXPORTED = [getattr(maxmars.optim, name) for name in maxmars.optim.__all__]
 
@@ -403,29 +348,26 @@ def test_no_optimizer_is_missing_here():
     assert optimizers <= tested
 
 
-@every_direction
-def test_a_direction_needs_no_parameters(factory, options):
-    tx, params, grads = factory(**options), params_like(), params_like(seed=1)
-    extra = {"sampled_grads": grads} if factory is scale_by_sophia else {}
-    run = jax.jit(tx.update)
-    _, state = run(grads, tx.init(params), **extra)
-    assert_close(run(grads, state, **extra), run(grads, state, params, **extra), atol=0)
+OPTIMIZERS = {"a whole optimizer": (mars, {"learning_rate": 0.1, "variant": "shampoo"})}
 
 
-@every_direction
-def test_a_direction_keeps_types_and_shardings(factory, options):
+@pytest.mark.parametrize(
+    ("factory", "options"), (DIRECTIONS | OPTIMIZERS).values(), ids=DIRECTIONS | OPTIMIZERS
+)
+def test_types_and_shardings_are_kept_without_parameters_too(factory, options):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    tx = factory(**options, **(VECTOR if takes(factory, "matrix_specs") else {}))
+    takes_specs = "matrix_specs" in inspect.signature(factory).parameters
+    tx = factory(**options, **(VECTOR if takes_specs else {}))
     with jax.set_mesh(mesh):
         params = jnp.ones((2, 8, 4), jnp.float16, out_sharding=PartitionSpec(None, "x"))
         extra = {"sampled_grads": params} if factory is scale_by_sophia else {}
         state = tx.init(params)
         assert types(jax.eval_shape(tx.init, params)) == types(state)
         assert types(jax.jit(tx.init)(params)) == types(state)
-        updates, new_state = tx.update(params, state, params, **extra)
-        assert types((updates, new_state)) == types((params, state))
-        jitted = jax.jit(tx.update)(params, state, params, **extra)
-        assert types(jitted) == types((params, state))
+        after = jax.jit(tx.update)(params, state, params, **extra)
+        assert types(after) == types((params, state))
+        if factory is not mars:
+            assert_close(jax.jit(tx.update)(params, state, **extra), after, atol=0)
 
 
 def test_the_parts_of_mars_calculate_in_float32():
@@ -450,39 +392,45 @@ def test_the_parts_of_mars_calculate_in_float32():
     assert types(after) == types(state)
 
 
-@every_optimizer_in_time
+@every_kind
 def test_in_float16_it_moves_as_far_as_in_float32(case):
     """The square of a gradient of 1e-4 is zero in float16."""
+    tx = case.default
 
     def moved(dtype):
         params = params_like(dtype)
-        state, length = case().init(params), 0.0
+        state, length = tx.init(params), 0.0
         for seed in range(1, 9):
             grads = jax.tree.map(lambda g: 1e-4 * g, params_like(dtype, seed))
-            updates, state = update(case, case(), grads, state, params)
+            updates, state = update(case, tx, grads, state, params)
             length += jnp.linalg.norm(updates["kernel"].astype("f"))
         return length
 
     np.testing.assert_allclose(moved("float16"), moved("float32"), rtol=0.05)
 
 
-@ask(["mars adamw", "mars m", "soap"])
-def test_a_mask_may_be_a_function_of_all_parameters_by_name(case):
-    params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
+@ask("mars shampoo", "soap", "sophia")
+def test_mask_and_specs_may_be_functions_of_all_parameters_by_name(case):
+    params = {"kernel": jnp.ones((4, 3)), "norm": jnp.ones((2, 3))}
     grads = jax.tree.map(lambda p: 0.1 * p, params)
 
     def mask(tree):
-        return {"kernel": tree["kernel"].ndim > 1, "bias": tree["bias"].ndim > 1}
+        return {"kernel": tree["norm"].ndim == 2, "norm": False}
 
-    found = [
-        update(case, tx, grads, tx.init(params), params)[0]
-        for decays in (mask, mask(params))
-        for tx in [case(weight_decay=0.1, mask=decays)]
-    ]
-    assert_close(*found)
+    def specs(tree):
+        return {"kernel": MatrixSpec(rows=(0,), cols=(tree["norm"].ndim - 1,)), "norm": None}
+
+    functions = {"mask": mask, "matrix_specs": specs}
+    results = []
+    for given in (functions, {name: of(params) for name, of in functions.items()}):
+        if case.factory is sophia:
+            del given["matrix_specs"]
+        tx = case(weight_decay=0.1, **given)
+        results.append(update(case, tx, grads, tx.init(params), params)[0])
+    assert_close(*results)
 
 
-@every_optimizer_in_time
+@ask("mars adamw exact", "muon", "soap", "sophia")
 def test_without_jit_it_compiles_nothing_after_its_first_steps(case):
     params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
     tx = case()
@@ -504,56 +452,10 @@ def test_without_jit_it_compiles_nothing_after_its_first_steps(case):
     assert max(compiled) < 3
 
 
-@every_optimizer
-def test_a_missing_decayed_parameter_is_an_error(case):
-    grads = params_like()
-    tx = case()
-    with refused(ValueError, "`params`"):
-        tx.update(grads, tx.init(grads), **case.extra(grads))
-
-
 # --- wrappers ------------------------------------------------------------------------------------
 
 
-@every_optimizer_soap_elsewhere
-def test_injected_hyperparameters_are_the_same(case):
-    # Integers become traced hyperparameters too: Newton-Schulz then loops.
-    inject = optax.inject_hyperparams(case.factory)
-    params = params_like()
-    plain, injected = case(0.01), inject(learning_rate=0.01, **case.options)
-    state, new_state = plain.init(params), jax.jit(injected.init)(params)
-    for seed in (1, 2):
-        grads = params_like(seed=seed)
-        expected, state = update(case, plain, grads, state, params)
-        updates, new_state = update(case, injected, grads, new_state, params)
-        assert_close(updates, expected)
-    assert_close(new_state.inner_state, state, atol=1e-5)
-    new_state.hyperparams["learning_rate"] = jnp.asarray(0.0)
-    updates, _ = update(case, injected, grads, new_state, params)
-    assert not updates["kernel"].any()
-
-
-@every_optimizer_in_time
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_accumulated_gradients_act_in_the_last_step_only(case, dtype):
-    params, grads = params_like(dtype), [params_like(dtype, seed) for seed in (1, 2)]
-    mean = jax.tree.map(lambda a, b: (a + b) / 2, *grads)
-    tx = case()
-
-    def step(self, grads, state, params):
-        return self.update(grads, state, params, **case.extra(mean))
-
-    accumulated = optax.MultiSteps(tx, 2)
-    run = jax.jit(functools.partial(step, accumulated))
-    first, state = run(grads[0], accumulated.init(params), params)
-    second, _ = run(grads[1], state, params)
-    assert not any(x.any() for x in jax.tree.leaves(first))
-    assert types(first) == types(second) == types(params)
-    if dtype == "float32":
-        assert_close(second, update(case, tx, mean, tx.init(params), params)[0])
-
-
-@every_optimizer_in_time
+@every_kind
 def test_masked_and_partitioned_it_acts_on_its_share_alone(case):
     params = params_like()
     labels = {"kernel": "ours", "bias": "ours", "temperature": "rest", "absent": None, "empty": {}}
@@ -561,7 +463,8 @@ def test_masked_and_partitioned_it_acts_on_its_share_alone(case):
     def is_matrix(tree):
         return jax.tree.map(lambda x: x.ndim == 2, tree)
 
-    tx, masked = case(), optax.masked(case(), is_matrix, mask_compatible_extra_args=True)
+    tx = case.default
+    masked = optax.masked(tx, is_matrix, mask_compatible_extra_args=True)
     wrapped = optax.partition(
         {"ours": masked, "rest": optax.set_to_zero()}, labels, mask_compatible_extra_args=True
     )
@@ -591,8 +494,6 @@ SPECS = {
     "table": MatrixSpec(rows=(0,), cols=(1,), partition=PARTITIONS["table"]),
     "norm": None,
 }
-# The tests of `orthogonalize` and of SOAP on meshes have Auto axes.
-AXIS_TYPES = [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.slow)]
 SHAPES = {"stack": (3, 8, 4), "table": (4, 8), "norm": (8,)}
 
 
@@ -620,10 +521,10 @@ def assert_like_params(tree, params, mesh):
     return checked
 
 
-@every_optimizer_soap_elsewhere
-@pytest.mark.parametrize("axis_type", AXIS_TYPES, ids=str)
-def test_init_and_update_keep_the_shardings(case, axis_type):
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(axis_type,) * 2)
+# SOAP, and the tests of `orthogonalize`, have Auto axes in files of their own.
+@ask(*(name for name in CASES if name not in SIMILAR | {"soap"}))
+def test_init_and_update_keep_the_shardings(case):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
         params = {
@@ -640,9 +541,7 @@ def test_init_and_update_keep_the_shardings(case, axis_type):
         assert assert_like_params(new_state, params, mesh) >= 3
         assert assert_like_params(updates, params, mesh) == 3
         # On Explicit axes the shardings are part of the types.
-        assert types(new_state) == types(state)
-        if axis_type == AxisType.Explicit:
-            assert types(jax.eval_shape(tx.init, params)) == types(state)
+        assert types(new_state) == types(state) == types(jax.eval_shape(tx.init, params))
         assert types(updates) == types(params)
     plain = optimizer_on(case, None)
     local = jax.tree.map(np.asarray, params)
@@ -650,39 +549,27 @@ def test_init_and_update_keep_the_shardings(case, axis_type):
     assert_close(jax.tree.map(np.asarray, updates), expected, rtol=2e-2, atol=1e-5)
 
 
-@every_optimizer_in_time
-def test_a_tensor_on_explicit_axes_keeps_its_type_without_a_mesh_given(case):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        params = jnp.ones((2, 8, 4), jnp.float16, out_sharding=PartitionSpec(None, "x"))
-        tx = case(**(VECTOR if takes(case.factory, "matrix_specs") else {}))
-        state = tx.init(params)
-        assert types(jax.jit(tx.init)(params)) == types(state)
-        updates, new_state = tx.update(params, state, params, **case.extra(params))
-        assert types(new_state) == types(state)
-        assert types(updates) == types(params)
-        jitted = update(case, tx, params, state, params)
-        assert types(jitted) == types((updates, new_state))
-        assert "@x" in types(updates)
-
-
-@ask(["mars shampoo", "mars m", "muon", "soap"], slow=["mars m", "muon", "soap"])
-def test_explicit_axes_say_the_partition(case):
-    """As the type of a traced array has it, a `MatrixSpec` may leave it out."""
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+@pytest.mark.parametrize(
+    ("name", "mesh_is_given", "in_context"),
+    [("mars shampoo", True, True), ("mars shampoo", False, False), ("soap", False, False)],
+)
+def test_explicit_axes_say_the_partition_and_the_mesh(name, mesh_is_given, in_context):
+    """As the type of a traced array has them, a `MatrixSpec` and an optimizer may do without."""
+    case, mesh = CASES[name], jax.make_mesh((4, 2), ("fsdp", "tensor"))
     bare = {"stack": MatrixSpec(batch=(0,), rows=(1,), cols=(2,)), "table": None, "norm": None}
     rng = np.random.default_rng(0)
     local = {k: rng.standard_normal(shape).astype(np.float32) for k, shape in SHAPES.items()}
-    with jax.set_mesh(mesh):
-        placed = {k: NamedSharding(mesh, PARTITIONS[k]) for k in local}
-        params = jax.device_put(local, placed)
+
+    def updates_of(params, mesh):
         tx = case(matrix_specs=bare, mesh=mesh, eps=1e-2)  # else rounding flips signs
-        state = tx.init(params)
+        state, run = tx.init(params), jax.jit(tx.update)
         for _ in range(2):  # SOAP's first step is none
-            updates, state = update(case, tx, params, state, params)
+            updates, state = jax.block_until_ready(run(params, state, params))
+        return updates
+
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
+        params = jax.device_put(local, {k: NamedSharding(mesh, PARTITIONS[k]) for k in local})
+        updates = updates_of(params, mesh if mesh_is_given else None)
         assert types(updates) == types(params)
-    plain = case(matrix_specs=bare, eps=1e-2)
-    state = plain.init(local)
-    for _ in range(2):
-        expected, state = update(case, plain, local, state, local)
+    expected = updates_of(local, None)
     assert_close(jax.tree.map(np.asarray, updates), expected, rtol=2e-2, atol=1e-4)

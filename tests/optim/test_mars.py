@@ -1,4 +1,3 @@
-import functools
 import json
 import subprocess
 import sys
@@ -18,8 +17,9 @@ from maxmars.optim import (
     mars_over,
     muon,
     newton_schulz,
+    orthogonality_error,
+    plan_orthogonalization,
     scale_by_mars,
-    soap,
 )
 
 VECTORS = MatrixSpec(batch=(0,), rows=(), cols=(1,))
@@ -143,11 +143,7 @@ def official_case(reference_dir, case, dtype):
     [
         *((case, "float64", 1e-9) for case in CASES),
         ("mars_adamw", "float32", 5e-6),
-        *(
-            pytest.param(case, "float32", 5e-6, marks=pytest.mark.slow)
-            for case in CASES
-            if case != "mars_adamw"
-        ),
+        ("mars_m_exact", "float32", 5e-6),
     ],
 )
 def test_official_trajectory(reference_dir, case, dtype, atol):
@@ -168,37 +164,38 @@ def test_official_trajectory_with_newton_schulz_in_bfloat16(reference_dir):
 
 
 def plain_mars(param, grads, last_grads, *, rate, b1, b2, eps, gamma, clip, decay, amsgrad=False):
-    """The equations of the module docstring in float64 NumPy, for one tensor."""
+    """The equations of the module docstring in float64 NumPy, for one tensor; `rate` and `gamma`
+    have a value for each step."""
     p = param.astype(np.float64)
     m = v = v_max = np.zeros_like(p)
     history = []
     for t, (g, last) in enumerate(zip(grads, last_grads, strict=True), start=1):
-        c = g + gamma * b1 / (1 - b1) * (g - last)
+        c = g + gamma[t - 1] * b1 / (1 - b1) * (g - last)
         if clip is not None:
             c = c / max(1, np.linalg.norm(c) / clip)
         m = b1 * m + (1 - b1) * c
         v = b2 * v + (1 - b2) * c**2
         v_max = np.maximum(v_max, v)
         root = np.sqrt(v_max if amsgrad else v) / np.sqrt(1 - b2**t)
-        p = p - rate * (m / (1 - b1**t) / (root + eps) + decay * p)
+        p = p - rate[t - 1] * (m / (1 - b1**t) / (root + eps) + decay * p)
         history.append(p)
     return history
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize(("exact", "amsgrad"), [(False, False), (True, True)])
 def test_equations(exact, amsgrad):
     params = random_tree(0)
     grads = [random_tree(i, 0.3 * i) for i in range(1, 9)]
     prev = [random_tree(100 + i, 0.3 * i) for i in range(1, 9)]
+    rates, gammas = 0.01 / np.arange(1, 9), 0.3 * np.arange(8) % 1
     tx = mars(
-        0.01,
-        gamma=0.3,
+        lambda count: jnp.asarray(rates)[count],
+        gamma=lambda count: jnp.asarray(gammas)[count],
         weight_decay=0.2,
         exact=exact,
         amsgrad=amsgrad,
-        vector_learning_rate=0.005,
+        vector_learning_rate_scale=0.5,
         vector_weight_decay=0.1,
     )
     ours = run(tx, params, grads, prev if exact else None)[-1]
@@ -207,9 +204,11 @@ def test_equations(exact, amsgrad):
     def expected(param, *gs):
         gs, lasts = gs[: len(grads)], gs[len(grads) :]
         if param.ndim == 2:
-            own = {"rate": 0.01, "b1": 0.95, "b2": 0.99, "gamma": 0.3, "clip": 1.0, "decay": 0.2}
+            own = {"b1": 0.95, "b2": 0.99, "gamma": gammas, "clip": 1.0, "decay": 0.2}
+            own["rate"] = rates
         else:
-            own = {"rate": 0.005, "b1": 0.9, "b2": 0.95, "gamma": 0, "clip": None, "decay": 0.1}
+            own = {"b1": 0.9, "b2": 0.95, "gamma": np.zeros(8), "clip": None, "decay": 0.1}
+            own["rate"] = rates / 2
         return plain_mars(param, gs, lasts, eps=1e-8, amsgrad=amsgrad, **own)[-1]
 
     assert_trees_close(ours, jax.tree.map(expected, params, *grads, *last), 2e-6)
@@ -226,8 +225,10 @@ def plain_orthogonalization(x, steps=5):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("variant", ["lion", "shampoo", "m"])
-@pytest.mark.parametrize("shape", [(6, 4), (4, 10)])
+@pytest.mark.parametrize(
+    ("variant", "shape"),
+    [("lion", (6, 4)), ("shampoo", (6, 4)), ("shampoo", (4, 10)), ("m", (4, 10))],
+)
 def test_equations_of_the_other_variants(variant, shape):
     rng = np.random.default_rng(0)
     param, *grads = rng.standard_normal((6, *shape))
@@ -254,11 +255,10 @@ def test_equations_of_the_other_variants(variant, shape):
 # --- identities and structure --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_without_correction_and_clip_it_is_adamw_of_the_whole_tree(decay):
+def test_without_correction_and_clip_it_is_adamw_of_the_whole_tree():
     params, grads = random_tree(0), [random_tree(i) for i in range(1, 20)]
     mask = {"dense": {"kernel": True, "bias": True}, "embedding": False, "norm": False}
-    options = {"b1": 0.9, "b2": 0.95, "weight_decay": decay, "mask": mask}
+    options = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "mask": mask}
     ours = mars(0.01, gamma=0.0, clip_threshold=None, vector_b1=0.9, vector_b2=0.95, **options)
     adamw = optax.adamw(0.01, **options)
     for a, b in zip(run(ours, params, grads), run(adamw, params, grads), strict=True):
@@ -300,14 +300,13 @@ def test_gamma_zero_stores_no_last_gradient():
     assert correct_gradient(gamma=lambda count: 0.0 * count).init(params).last_grad is not None
 
 
-@pytest.mark.parametrize("optimize_vectors", [False, True])
-def test_a_stack_of_layers_equals_separate_parameters(optimize_vectors):
+def test_a_stack_of_layers_equals_separate_parameters():
     layers = [random_tree(i) for i in range(4)]
     # Different sizes of gradient, so that some layers are clipped and others are not.
     gradients = [
         [random_tree(10 * step + i, 10.0 ** (i - 2)) for i in range(4)] for step in range(1, 7)
     ]
-    options = {"weight_decay": 0.1, "gamma": 0.1, "optimize_vectors": optimize_vectors}
+    options = {"weight_decay": 0.1, "gamma": 0.1, "optimize_vectors": True}
     matrix = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
     specs = {
         "dense": {"kernel": matrix, "bias": VECTORS},
@@ -328,51 +327,12 @@ def test_a_stack_of_layers_equals_separate_parameters(optimize_vectors):
     assert_trees_close(stacked, stack(separate), 1e-6)
 
 
-def test_a_matrix_over_several_axes_is_clipped_as_one():
-    rng = np.random.default_rng(0)
-    param = rng.standard_normal((3, 8, 3, 2, 4)).astype(
-        np.float32
-    )  # layers, embed, qkv, heads, dim
-    grads = [10 * rng.standard_normal(param.shape).astype(np.float32) for _ in range(3)]
-    spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3, 4))
-    fused = run(mars(0.01, matrix_specs=spec), param, grads)[-1]
-    flat_spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
-    flat = run(
-        mars(0.01, matrix_specs=flat_spec),
-        param.reshape(3, 8, 24),
-        [g.reshape(3, 8, 24) for g in grads],
-    )[-1]
-    np.testing.assert_allclose(fused.reshape(3, 8, 24), flat, atol=1e-7)
-
-
-def test_a_stacked_norm_is_a_vector_by_its_spec_not_by_its_dimensions():
-    params = {"norm": np.ones((3, 5), np.float32)}
-    grads = [{"norm": np.full((3, 5), 10.0, np.float32)}]
-    as_vector = run(
-        mars(0.01, vector_learning_rate=0.5, vector_weight_decay=0.0, matrix_specs={"norm": None}),
-        params,
-        grads,
-    )[-1]
-    np.testing.assert_allclose(as_vector["norm"], 0.5, atol=1e-6)  # Adam's first step is its rate
-    as_matrix = run(mars(0.01, vector_learning_rate=0.5), params, grads)[-1]
-    np.testing.assert_allclose(as_matrix["norm"], 0.99, atol=1e-6)
-
-
-def test_specs_may_be_a_function_of_the_parameters():
-    params, grads = random_tree(0), [random_tree(1)]
-    by_function = mars(0.1, matrix_specs=lambda params: jax.tree.map(lambda _: None, params))
-    by_tree = mars(0.1, matrix_specs=jax.tree.map(lambda _: None, params))
-    assert_trees_close(run(by_function, params, grads), run(by_tree, params, grads), 0)
-
-
-@pytest.mark.parametrize("variant", ["adamw", "lion", "shampoo", "m"])
-@pytest.mark.parametrize("optimize_vectors", [False, True])
-def test_a_padded_vocabulary_changes_nothing(x64, variant, optimize_vectors):
+@pytest.mark.parametrize("variant", ["adamw", "shampoo", "m"])
+def test_a_padded_vocabulary_changes_nothing(x64, variant):
     options = {
         "variant": variant,
         "weight_decay": 0.1,
         "embeddings": "orthogonalize",
-        "optimize_vectors": optimize_vectors,
         "ns_dtype": "float64",
     }
     rng = np.random.default_rng(0)
@@ -396,68 +356,29 @@ before = {name.partition(".")[0] for name in sys.modules}
 from maxmars.optim import mars
 print(*{name.partition(".")[0] for name in sys.modules} - before - sys.stdlib_module_names)
 """
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert found.stdout.split() == ["maxmars"]
+    program = [sys.executable, "-c", code]
+    packages = subprocess.run(program, check=True, capture_output=True, text=True).stdout.split()
+    assert packages == ["maxmars"]
 
 
 # --- compositions --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_mars_is_mars_over_its_parts(x64, exact):
-    params, *grads = (random_tree(i, dtype="float64") for i in range(9))
-    prev = grads[::-1] if exact else None
-    whole = mars(0.01, exact=exact, optimize_vectors=True)
-    adam = optax.chain(optax.scale_by_adam(0.95, 0.99), optax.scale_by_learning_rate(0.01))
-    parts = mars_over(adam, b1=0.95, exact=exact)
-    assert_trees_close(run(parts, params, grads, prev), run(whole, params, grads, prev), 1e-14)
-
-
-@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"gamma": 0.0, "mu_dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"amsgrad": True}, {"gamma": 0.0, "mu_dtype": "bfloat16"}, {"exact": True}],
+)
 def test_mars_of_all_parameters_is_scale_by_mars_decay_and_rate(options):
     params, *grads = (random_tree(i) for i in range(5))
     direction = scale_by_mars(0.9, 0.98, **options)
     rest = optax.add_decayed_weights(0.2), optax.scale_by_learning_rate(0.01)
     whole = mars(0.01, b1=0.9, b2=0.98, weight_decay=0.2, optimize_vectors=True, **options)
-    ours = run(optax.chain(direction, *rest), params, grads)
-    assert_trees_close(ours, run(whole, params, grads), 0)
+    prev = grads[::-1] if "exact" in options else None
+    ours = run(optax.chain(direction, *rest), params, grads, prev)
+    assert_trees_close(ours, run(whole, params, grads, prev), 0)
     states = [type(state).__name__ for state in direction.init(params)]
     for name in states:
         assert name in scale_by_mars.__doc__
-
-
-@pytest.mark.parametrize(
-    "inner",
-    [
-        pytest.param(optax.nadam(0.05), id="nadam"),
-        pytest.param(optax.contrib.ademamix(0.05), id="ademamix"),
-        pytest.param(optax.adafactor(0.05), id="adafactor"),
-        pytest.param(optax.contrib.adopt(0.05), id="adopt", marks=pytest.mark.slow),
-        pytest.param(optax.lion(0.05), id="lion", marks=pytest.mark.slow),
-        pytest.param(optax.radam(0.05), id="radam", marks=pytest.mark.slow),
-        pytest.param(optax.adabelief(0.05), id="adabelief", marks=pytest.mark.slow),
-        pytest.param(soap(0.05), id="soap", marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
-def test_mars_over_any_optimizer_lowers_a_loss(inner, dtype):
-    target = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_tree(1))
-    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_tree(0))
-    tx = mars_over(inner)
-
-    def loss(params):
-        pairs = zip(jax.tree.leaves(params), jax.tree.leaves(target), strict=True)
-        return sum(jnp.sum(jnp.square((a - b).astype(jnp.float32))) for a, b in pairs)
-
-    def step(carry, _):
-        params, state = carry
-        updates, state = tx.update(jax.grad(loss)(params), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    state = tx.init(params)
-    (after, end), _ = jax.jit(lambda c: jax.lax.scan(step, c, length=100))((params, state))
-    assert loss(after) < 0.5 * loss(params)
-    assert [x.dtype for x in jax.tree.leaves(end)] == [x.dtype for x in jax.tree.leaves(state)]
 
 
 def test_specs_may_be_a_prefix():
@@ -471,69 +392,18 @@ def test_specs_may_be_a_prefix():
     assert not jax.tree.leaves(state.inner_states["matrix"].inner_state[0].last_grad)
 
 
-def test_zero_gradients_give_a_finite_zero_update():
-    params = random_tree()
-    zeros = jax.tree.map(np.zeros_like, params)
-    after = run(mars(0.1, vector_weight_decay=0.0), params, [zeros, zeros])[-1]
-    assert_trees_close(after, params, 0)
+# --- states and wrappers -------------------------------------------------------------------------
 
 
-def test_decay_mask():
-    params = random_tree()
-    zeros = jax.tree.map(np.zeros_like, params)
-    mask = {"dense": {"kernel": True, "bias": False}, "embedding": False, "norm": False}
-    after = run(mars(0.1, weight_decay=0.5, mask=mask, vector_weight_decay=0.0), params, [zeros])[
-        -1
-    ]
-    np.testing.assert_allclose(
-        after["dense"]["kernel"], 0.95 * params["dense"]["kernel"], rtol=1e-6
-    )
-    np.testing.assert_array_equal(after["embedding"], params["embedding"])
-
-
-# --- schedules, dtypes, optax's contract ---------------------------------------------------------
-
-
-def test_schedules_of_the_rate_and_of_gamma():
-    params, grads = random_tree(0), [random_tree(i) for i in range(1, 5)]
-    rates, gammas = [0.1, 0.05, 0.02, 0.01], [0.1, 0.3, 0.0, 0.2]
-    tx = mars(
-        lambda count: jnp.asarray(rates)[count],
-        gamma=lambda count: jnp.asarray(gammas)[count],
-        vector_learning_rate_scale=0.5,
-        vector_weight_decay=0.0,
-    )
-    ours = run(tx, params, grads)[-1]
-    kernel, vector = params["embedding"].astype(np.float64), params["norm"].astype(np.float64)
-    m = v = np.zeros_like(kernel)
-    vm = vv = np.zeros_like(vector)
-    last = np.zeros_like(kernel)
-    for t in range(4):
-        g = grads[t]["embedding"]
-        c = g + gammas[t] * 19 * (g - last)
-        c, last = c / max(1, np.linalg.norm(c)), g
-        m, v = 0.95 * m + 0.05 * c, 0.99 * v + 0.01 * c**2
-        kernel = kernel - rates[t] * m / (1 - 0.95 ** (t + 1)) / (
-            np.sqrt(v / (1 - 0.99 ** (t + 1))) + 1e-8
-        )
-        g = grads[t]["norm"]
-        vm, vv = 0.9 * vm + 0.1 * g, 0.95 * vv + 0.05 * g**2
-        vector = vector - 0.5 * rates[t] * vm / (1 - 0.9 ** (t + 1)) / (
-            np.sqrt(vv / (1 - 0.95 ** (t + 1))) + 1e-8
-        )
-    np.testing.assert_allclose(ours["embedding"], kernel, atol=2e-6)
-    np.testing.assert_allclose(ours["norm"], vector, atol=2e-6)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_state_dtypes_are_stable(dtype):
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_dtypes_of_the_state(dtype):
     params = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_tree())
     tx = mars(0.01, mu_dtype="bfloat16", last_grad_dtype="bfloat16", amsgrad=True)
-    state = tx.init(params)
-    updates, new_state = jax.jit(tx.update)(params, state, params)
-    types = jax.tree.map(lambda x: x.dtype, state)
-    assert jax.tree.map(lambda x: x.dtype, new_state) == types
-    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
+    state = jax.eval_shape(tx.init, params)
+    assert jax.eval_shape(tx.update, params, state, params) == (
+        jax.eval_shape(lambda: params),
+        state,
+    )
     correction, _, adam = state.inner_states["matrix"].inner_state[:3]
     assert adam.mu["embedding"].dtype == correction.last_grad["embedding"].dtype == jnp.bfloat16
     wide = "float32" if dtype == "float16" else dtype  # where squares of gradients are zero
@@ -551,35 +421,6 @@ def test_bytes_per_parameter():
     assert per_parameter() == 12
     assert per_parameter(last_grad_dtype=jnp.bfloat16) == 10
     assert per_parameter(exact=True) == per_parameter(gamma=0.0) == 8
-
-
-def test_the_second_call_does_not_recompile():
-    tx = mars(lambda count: 0.1 / (count + 1))
-    params = random_tree()
-    state = tx.init(params)
-    update = jax.jit(tx.update)
-    for _ in range(3):
-        _, state = update(params, state, params)
-    assert update._cache_size() == 1
-
-
-def test_injected_hyperparameters_equal_constant_ones():
-    params, grads = random_tree(0), [random_tree(i) for i in range(1, 4)]
-    constant = run(mars(0.01, b1=0.9, vector_learning_rate_scale=0.5), params, grads)[-1]
-    injected = optax.inject_hyperparams(
-        mars, static_args=("ns_steps", "vector_learning_rate_scale")
-    )(0.01, b1=0.9, vector_learning_rate_scale=0.5)
-    assert_trees_close(run(injected, params, grads)[-1], constant, 1e-6)
-
-
-def test_multi_steps_takes_the_averaged_gradient_as_last():
-    params, grads = random_tree(0), [random_tree(i) for i in range(1, 9)]
-    means = [
-        jax.tree.map(lambda a, b: (a + b) / 2, x, y)
-        for x, y in zip(grads[::2], grads[1::2], strict=True)
-    ]
-    accumulated = run(optax.MultiSteps(mars(0.01), 2), params, grads)[-1]
-    assert_trees_close(accumulated, run(mars(0.01), params, means)[-1], 1e-6)
 
 
 def test_exact_mars_over_several_batches_takes_the_mean_of_both_gradients():
@@ -600,43 +441,19 @@ def test_exact_mars_over_several_batches_takes_the_mean_of_both_gradients():
     assert_trees_close(ours[1::2], theirs, 1e-6)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [mars, functools.partial(mars, variant="shampoo"), muon, soap],
-    ids=["mars", "shampoo", "muon", "soap"],
-)
-def test_specs_may_be_a_function_that_knows_parameters_by_name(make):
-    def specs_of(params):
-        assert params["norm"].shape == (6,)
-        kernel = MatrixSpec(rows=(0,), cols=(1,))
-        table = MatrixSpec(rows=(1,), cols=(0,), embedding=True)
-        return {"dense": {"kernel": kernel, "bias": None}, "embedding": table, "norm": None}
-
-    params, *grads = (random_tree(i) for i in range(3))
-    ours = run(make(0.01, matrix_specs=specs_of), params, grads)
-    theirs = run(make(0.01, matrix_specs=specs_of(params)), params, grads)
-    assert_trees_close(ours, theirs, 0)
-
-
 def test_orthogonality_is_measured_every_few_updates():
     rng = np.random.default_rng(0)
     params = {"w": jnp.zeros((8, 12)), "b": jnp.zeros(12)}
     tx = mars(0.1, variant="m", clip_threshold=None, orthogonality_every=3)
-    state, measured = tx.init(params), []
+    plan = plan_orthogonalization({"w": params["w"]})
+    state, stored, true = tx.init(params), [], []
     update = jax.jit(tx.update)
     for _ in range(6):
         grads = jax.tree.map(lambda p: jnp.asarray(rng.standard_normal(p.shape), "f"), params)
         updates, state = update(grads, state, params)
-        (_, error), *rest = [
-            pair
-            for pair in optax.tree.get_all_with_path(state, "orthogonality_error")
-            if pair[1] is not None
-        ]
-        assert not rest
-        o = np.asarray(updates["w"] / (-0.1 * 0.2 * np.sqrt(12)), np.float64)
-        now = np.sqrt(np.square(o @ o.T - np.eye(8)).sum() / 8)
-        measured.append((float(error), now))
-    assert measured[0][0] == pytest.approx(measured[0][1], rel=1e-4)
-    assert measured[3][0] == pytest.approx(measured[3][1], rel=1e-4)
-    assert measured[0][0] == measured[1][0] == measured[2][0] != measured[3][0]
-    assert measured[3][0] == measured[5][0]
+        errors = optax.tree.get_all_with_path(state, "orthogonality_error")
+        stored += [float(error) for _, error in errors if error is not None]
+        true.append(orthogonality_error({"w": updates["w"] / -0.1}, plan, scale="rms"))
+    expected = np.repeat([true[0], true[3]], 3)
+    np.testing.assert_allclose(stored, expected, rtol=1e-4)
+    assert abs(true[0] - true[3]) > 1e-3 * true[0]

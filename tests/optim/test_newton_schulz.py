@@ -25,9 +25,11 @@ def random(*shape, seed=0):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("shape", [(12, 12), (8, 20), (20, 8), (3, 8, 20), (2, 3, 9, 4)])
-@pytest.mark.parametrize("preset", list(COEFFICIENTS))
-def test_equals_the_plain_loop(x64, shape, preset):
+@pytest.mark.parametrize(
+    ("preset", "shape"),
+    [("keller", (8, 20)), ("polar_express", (12, 12)), ("cans", (2, 3, 9, 4))],
+)
+def test_equals_the_plain_loop(x64, preset, shape):
     x = random(*shape)
     triples = COEFFICIENTS[preset] * (5 // len(COEFFICIENTS[preset]))
     expected = [plain(m, triples) for m in x.reshape(-1, *shape[-2:])]
@@ -55,16 +57,13 @@ def test_dtypes(dtype, atol):
     assert newton_schulz(x.astype("bfloat16"), dtype=dtype).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_commutes_with_transposition(dtype):
+def test_commutes_with_transposition():
     x = jnp.asarray(random(3, 16, 40), jnp.float32)
     square = x[:, :, :16]  # is never turned over, so its products differ
     for matrix in (x, square):
-        np.testing.assert_allclose(
-            newton_schulz(matrix, dtype=dtype),
-            newton_schulz(matrix.mT, dtype=dtype).mT,
-            atol=1e-5 if dtype == "float32" else 0.04,
-        )
+        ours = newton_schulz(matrix, dtype="float32")
+        turned = newton_schulz(matrix.mT, dtype="float32").mT
+        np.testing.assert_allclose(ours, turned, atol=1e-5)
 
 
 def test_zero_padding_is_exact(x64):
@@ -77,8 +76,7 @@ def test_zero_padding_is_exact(x64):
     assert not ours.any()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("value", [0.0, 1e-30])
+@pytest.mark.parametrize(("dtype", "value"), [("float32", 1e-30), ("bfloat16", 0.0)])
 def test_a_zero_or_tiny_matrix_is_finite(dtype, value):
     ours = newton_schulz(jnp.full((2, 5, 8), value), dtype=dtype)
     assert np.isfinite(ours).all()
@@ -86,7 +84,7 @@ def test_a_zero_or_tiny_matrix_is_finite(dtype, value):
 
 
 @functools.cache
-def spectrum_matrix(size=512):
+def spectrum_matrix(size=128):
     """A square matrix with singular values 1/i, and its polar factor."""
     u = np.linalg.qr(random(size, size, seed=1))[0]
     v = np.linalg.qr(random(size, size, seed=2))[0]
@@ -94,7 +92,7 @@ def spectrum_matrix(size=512):
 
 
 @pytest.mark.parametrize(
-    ("preset", "expected"), [("keller", 0.179), ("polar_express", 0.106), ("cans", 0.087)]
+    ("preset", "expected"), [("keller", 0.2011), ("polar_express", 0.0953), ("cans", 0.0785)]
 )
 def test_relative_error_to_the_polar_factor(preset, expected):
     matrix, polar = spectrum_matrix()
@@ -104,7 +102,7 @@ def test_relative_error_to_the_polar_factor(preset, expected):
         return np.linalg.norm(ours - polar) / np.linalg.norm(polar)
 
     exact = error(jnp.float32)
-    np.testing.assert_allclose(exact, expected, rtol=0.05)
+    np.testing.assert_allclose(exact, expected, rtol=0.01)  # of float64 NumPy's numbers
     assert error(jnp.bfloat16) <= exact + 0.003
 
 

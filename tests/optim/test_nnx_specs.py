@@ -22,11 +22,47 @@ def spec(batch=0, rows=0, cols=1):
     )
 
 
-def found(model):
+def specs_of(model):
     return nnx.to_pure_dict(matrix_specs_of(model))
 
 
+class GroupedTranspose(nnx.ConvTranspose):
+    """As Flax's would be with groups, which it lacks."""
+
+    def __init__(self, inputs, outputs, groups, transpose_kernel):
+        super().__init__(inputs, outputs, (3,), transpose_kernel=transpose_kernel, rngs=RNGS)
+        a, b = (outputs, inputs) if transpose_kernel else (inputs, outputs)
+        self.kernel = nnx.Param(jnp.ones((3, a // groups, b)))
+        self.feature_group_count = groups
+
+
+@nnx.vmap
+def stack(rngs):
+    return nnx.Conv(8, 12, (3,), feature_group_count=4, rngs=rngs)
+
+
 LAYERS = {
+    # A group is a convolution of its own, by a block of the kernel's last axis.
+    "in groups": (
+        nnx.Conv(8, 12, (3, 2), feature_group_count=4, rngs=RNGS),
+        MatrixSpec(batch=(3,), rows=(0, 1, 2), cols=(4,), unfold=((3, 3),)),
+        spec(),
+    ),
+    "transposed in groups": (
+        GroupedTranspose(8, 12, 4, transpose_kernel=False),
+        MatrixSpec(batch=(2,), rows=(0, 1), cols=(3,), unfold=((2, 3),)),
+        spec(),
+    ),
+    "transposed kernel in groups": (
+        GroupedTranspose(12, 8, 4, transpose_kernel=True),
+        MatrixSpec(batch=(2,), rows=(0, 3), cols=(1,), unfold=((2, 3),)),
+        spec(),
+    ),
+    "a stack of layers in groups": (
+        stack(nnx.Rngs(0).split(5)),
+        MatrixSpec(batch=(0, 3), rows=(1, 2), cols=(4,), unfold=((3, 3),)),
+        spec(batch=1),
+    ),
     "linear": (nnx.Linear(4, 6, rngs=RNGS), spec(rows=1), spec()),
     "convolution": (nnx.Conv(3, 6, (2, 5), rngs=RNGS), spec(rows=3), spec()),
     "transposed": (nnx.ConvTranspose(3, 6, (2,), rngs=RNGS), spec(rows=2), spec()),
@@ -51,7 +87,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_kernels_and_biases_of_layers(name):
     layer, kernel, bias = LAYERS[name]
-    assert found(layer) == {"kernel": kernel, "bias": bias}
+    assert specs_of(layer) == {"kernel": kernel, "bias": bias}
 
 
 class Network(nnx.Module):
@@ -72,7 +108,7 @@ def test_a_network():
     projection = {"kernel": spec(rows=1, cols=2), "bias": spec(cols=2)}
     attention = {name: projection for name in ("query", "key", "value")}
     attention["out"] = {"kernel": spec(rows=2), "bias": spec()}
-    assert found(Network(nnx.Rngs(0))) == {
+    assert specs_of(Network(nnx.Rngs(0))) == {
         "table": {"embedding": MatrixSpec(rows=(1,), cols=(0,), embedding=True)},
         "positions": spec(cols=2),
         "mix": spec(rows=1),
@@ -96,7 +132,7 @@ def test_layers_stacked_by_vmap():
     def stack(rngs):
         return Own(rngs)
 
-    assert found(stack(nnx.Rngs(0).split(5))) == {
+    assert specs_of(stack(nnx.Rngs(0).split(5))) == {
         "own": MatrixSpec(
             batch=(0,), rows=(1,), cols=(2, 3), split=(2,), partition=PartitionSpec(None, "fsdp")
         ),
@@ -110,12 +146,12 @@ def test_a_dict_of_layers_may_have_keys_that_are_names_of_its_methods():
         def __init__(self):
             self.heads = nnx.data({"items": nnx.Linear(4, 6, rngs=RNGS)})
 
-    assert found(Heads())["heads"]["items"]["kernel"] == spec(rows=1)
+    assert specs_of(Heads())["heads"]["items"]["kernel"] == spec(rows=1)
 
 
 def test_metadata_overrules_a_layer():
     layer = nnx.Linear(4, 6, kernel_metadata={"matrix_spec": None}, rngs=RNGS)
-    assert found(layer)["kernel"] == spec(cols=2)
+    assert specs_of(layer)["kernel"] == spec(cols=2)
 
 
 def test_an_unknown_layer_must_say_what_it_is():
@@ -123,7 +159,7 @@ def test_an_unknown_layer_must_say_what_it_is():
     with refused(ValueError, "0.kernel", "(3, 4)", "Einsum"):
         matrix_specs_of(nnx.List([einsum]))
     einsum.kernel.set_metadata("matrix_spec", spec(rows=1))
-    assert found(einsum)["kernel"] == spec(rows=1)
+    assert specs_of(einsum)["kernel"] == spec(rows=1)
 
 
 def test_overrides_and_a_fallback_by_path():
@@ -150,16 +186,13 @@ def test_overrides_and_a_fallback_by_path():
 
 def test_a_tree_of_another_library():
     """Arrays by path: of Flax Linen, of Equinox (whose leaves may be functions), of one's own."""
-    linen = pytest.importorskip("flax.linen")
-
-    class Tower(linen.Module):
-        @linen.compact
-        def __call__(self, tokens):
-            x = linen.Embed(11, 4)(tokens)
-            x = linen.MultiHeadDotProductAttention(2)(x, x)
-            return linen.LayerNorm()(x)
-
-    params = Tower().init(jax.random.key(0), jnp.ones((2, 3), int))["params"]
+    params = {
+        "Embed_0": {"embedding": jnp.ones((11, 4))},
+        "attention": {
+            "query": {"kernel": jnp.ones((4, 2, 2)), "bias": jnp.ones((2, 2))},
+            "out": {"kernel": jnp.ones((2, 2, 4)), "bias": jnp.ones(4)},
+        },
+    }
     table = MatrixSpec(rows=(1,), cols=(0,), embedding=True)
     overrides = {
         "Embed_0.embedding": table,
@@ -168,10 +201,13 @@ def test_a_tree_of_another_library():
         "*.bias": None,
     }
     specs = matrix_specs_of(params, overrides=overrides)
-    attention = specs["MultiHeadDotProductAttention_0"]
-    assert attention["query"] == {"kernel": spec(rows=1, cols=2), "bias": spec(cols=2)}
-    assert attention["out"] == {"kernel": spec(rows=2), "bias": spec()}
-    assert specs["Embed_0"] == {"embedding": table}
+    assert specs == {
+        "Embed_0": {"embedding": table},
+        "attention": {
+            "query": {"kernel": spec(rows=1, cols=2), "bias": spec(cols=2)},
+            "out": {"kernel": spec(rows=2), "bias": spec()},
+        },
+    }
     mars(0.1, variant="shampoo", matrix_specs=specs).init(params)
     with refused(ValueError, "Embed_0.embedding", "(11, 4)"):
         matrix_specs_of(params)
@@ -213,3 +249,50 @@ def test_the_optimizer_takes_them_and_a_mask_made_of_them():
     np.testing.assert_allclose(updates["mix"], -0.1 * (0.25 + 0.5), rtol=0.3)
     np.testing.assert_allclose(updates["table"]["embedding"], -0.1, rtol=1e-3)
     np.testing.assert_allclose(updates["layers"][0]["query"]["bias"], -0.1, rtol=1e-3)
+
+
+# --- under nnx.Optimizer, whose init sees Variables and whose update sees arrays ------------------
+
+
+class TwoLayers(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(4, 8, rngs=rngs)
+        self.second = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jnp.tanh(self.first(x)))
+
+
+def loss(model, x):
+    return jnp.square(model(x) - x[:, :2]).mean()
+
+
+def test_exact_mars_beside_a_clone_of_the_model():
+    """The clone holds the parameters of the step before, and is not the model."""
+    model, tx = TwoLayers(nnx.Rngs(0)), mars(1e-2, exact=True, gamma=0.5)
+    optimizer, previous = nnx.Optimizer(model, tx, wrt=nnx.Param), nnx.clone(model)
+    params = before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    graph, state = nnx.graphdef(model), tx.init(params)
+    batches = np.random.default_rng(0).standard_normal((5, 32, 4)).astype("f")
+
+    @nnx.jit
+    def step(model, previous, optimizer, x):
+        grads, prev_grads = nnx.grad(loss)(model, x), nnx.grad(loss)(previous, x)
+        nnx.update(previous, nnx.state(model))
+        optimizer.update(model, grads, prev_grads=prev_grads)
+
+    @jax.jit
+    def plain_step(params, before, state, x):
+        def gradient(params):
+            return jax.grad(lambda params: loss(nnx.merge(graph, params), x))(params)
+
+        extra = {"prev_grads": gradient(before)}
+        updates, state = tx.update(gradient(params), state, params, **extra)
+        return jax.tree.map(jnp.add, params, updates), params, state
+
+    for x in batches:
+        step(model, previous, optimizer, x)
+        params, before, state = plain_step(params, before, state, x)
+        for ours, theirs in ((model, params), (previous, before)):
+            ours = nnx.to_pure_dict(nnx.state(ours, nnx.Param))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), ours, theirs)

@@ -1,23 +1,16 @@
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import gpt2_matrices
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from gpt2_matrices import LARGE, PARTITIONS, XL, make_mesh, random_matrices, shapes, specs
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from refusals import refused
-from xla_flags import xla_flags
 
 from maxmars.distributed.collectives import collectives, total_bytes
 from maxmars.optim import (
@@ -28,10 +21,6 @@ from maxmars.optim import (
     orthogonalize,
     plan_orthogonalization,
 )
-
-# Of directions, relative to their norms; a learning rate of at most 0.02 multiplies them.
-TOLERANCE = {"float64": 1e-13, "float32": 2e-6, "bfloat16": 2e-2}
-
 
 compiled = jax.jit(orthogonalize, static_argnums=1, static_argnames=("dtype", "scale"))
 compiled_newton_schulz = jax.jit(newton_schulz, static_argnames="dtype")
@@ -44,27 +33,16 @@ def assert_trees_close(ours, theirs, atol=1e-13):
 # --- on one device -------------------------------------------------------------------------------
 
 
-def test_each_matrix_by_itself_and_scaled():
-    updates = random_matrices(3)
-    plan = plan_orthogonalization(updates, specs())
-    ours = compiled(updates, plan, dtype=jnp.float32)
-    x = updates["c_attn"].reshape(3, 16, 48)
-    expected = [
-        np.sqrt(48 / 16) * compiled_newton_schulz(jnp.asarray(m), dtype=jnp.float32) for m in x
-    ]
-    np.testing.assert_allclose(ours["c_attn"].reshape(3, 16, 48), expected, atol=2e-6)
-    expected = compiled_newton_schulz(jnp.asarray(updates["mlp_proj"]), dtype=jnp.float32)
-    np.testing.assert_allclose(ours["mlp_proj"], expected, atol=2e-6)  # out < in: factor one
-
-
-@pytest.mark.parametrize(("split", "shape"), [("qkv", (16, 16)), ("heads", (16, 4))])
-def test_split_blocks_by_themselves(split, shape):
+@pytest.mark.parametrize(
+    ("split", "shape"), [("fused", (16, 48)), ("qkv", (16, 16)), ("heads", (16, 4))]
+)
+def test_each_matrix_or_block_by_itself(split, shape):
     updates = {"c_attn": random_matrices(2)["c_attn"]}
     plan = plan_orthogonalization(updates, {"c_attn": specs(split)["c_attn"]})
-    ours = compiled(updates, plan, dtype=jnp.float32)["c_attn"]  # the factor is one
+    ours = compiled(updates, plan, dtype=jnp.float32, scale=None)["c_attn"]
     rms = compiled(updates, plan, dtype=jnp.float32, scale="rms")["c_attn"]
-    x, heads = updates["c_attn"], 1 if split == "qkv" else 4
-    blocks = x.reshape(2, 16, 3, heads, 16 // heads).transpose(0, 2, 3, 1, 4)
+    x, (qkv, heads) = updates["c_attn"], {"fused": (1, 1), "qkv": (3, 1), "heads": (3, 4)}[split]
+    blocks = x.reshape(2, 16, qkv, heads, -1).transpose(0, 2, 3, 1, 4)
     assert blocks.shape[-2:] == shape
     expected = compiled_newton_schulz(jnp.asarray(blocks), dtype=jnp.float32)
     expected = expected.transpose(0, 3, 1, 2, 4).reshape(x.shape)
@@ -99,13 +77,6 @@ def test_vectors_and_dtypes_stay_as_they_are():
     assert compiled({}, plan_orthogonalization({})) == {}
 
 
-def test_float64(x64):
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 7)))
-    ours = compiled(x, plan_orthogonalization(x), dtype=jnp.float64, scale=None)
-    assert ours.dtype == jnp.float64
-    np.testing.assert_allclose(ours, compiled_newton_schulz(x, dtype=jnp.float64), atol=1e-15)
-
-
 def test_rounds_of_bounded_size_change_nothing(x64):
     updates = random_matrices(7, dtype="float64")
     whole = plan_orthogonalization(updates, specs())
@@ -125,14 +96,9 @@ def plain_orthogonality_error(matrices):
     return np.sqrt(np.mean(squares))
 
 
-@pytest.mark.parametrize(
-    "mesh_shape",
-    [None, (2, 2, 2), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 8, 1), (1, 2, 4)])],
-)
-def test_orthogonality_error(mesh_shape):
+def test_orthogonality_error():
     updates = random_matrices(3)
-    mesh = None if mesh_shape is None else make_mesh(mesh_shape)
-    plan = plan_orthogonalization(updates, specs(), mesh=mesh)
+    plan = plan_orthogonalization(updates, specs(), mesh=make_mesh((2, 2, 2)))
     run = jax.jit(orthogonality_error, static_argnums=1, static_argnames="scale")
     directions = compiled(updates, plan_orthogonalization(updates, specs()), scale="rms")
     directions = jax.tree.map(np.asarray, directions)
@@ -153,125 +119,63 @@ def test_orthogonality_error(mesh_shape):
 # --- on a mesh -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (1, 8, 1),
-        (2, 2, 2),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in [(1, 1, 1), (8, 1, 1), (1, 2, 4)]),
-    ],
-)
-def test_a_mesh_changes_nothing(shape):
-    errors = gpt2_matrices.sharded_errors(shape)
-    assert max(errors.values()) <= TOLERANCE["float32"], errors
+@pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
+def test_a_mesh_changes_nothing(x64, shape):
+    """Stacks that the devices divide, prime ones, and ones smaller than the mesh."""
+    cases = ((16, "fused"), (7, "qkv"), (3, "heads"))
+    trees = [random_matrices(layers, dtype="float64") for layers, _ in cases]
+    mesh = make_mesh(shape)
 
+    def program(mesh, trees):
+        plans = [
+            plan_orthogonalization(tree, specs(split), mesh=mesh)
+            for tree, (_, split) in zip(trees, cases, strict=True)
+        ]
+        return [orthogonalize(*pair, dtype="float64") for pair in zip(trees, plans, strict=True)]
 
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_a_mesh_changes_nothing_in_other_dtypes(dtype):
-    with jax.enable_x64(dtype == "float64"):
-        errors = gpt2_matrices.sharded_errors((2, 2, 2), dtype, cases=((7, "qkv"),))
-    assert max(errors.values()) <= TOLERANCE[dtype], errors
-
-
-@pytest.fixture(scope="module")
-def sixteen():
-    """What `gpt2_matrices.py` finds on 16 devices, and its stderr."""
-    script = Path(gpt2_matrices.__file__)
-    root = str(script.parents[2])
-    env = {**os.environ, "XLA_FLAGS": xla_flags(16), "JAX_PLATFORMS": "cpu", "PYTHONPATH": root}
-    program = subprocess.run([sys.executable, script], capture_output=True, text=True, env=env)
-    assert program.returncode == 0, program.stderr
-    return json.loads(program.stdout) | {"stderr": program.stderr}
-
-
-@pytest.mark.slow
-def test_sixteen_devices_change_nothing(sixteen):
-    for name, errors in sixteen["errors"].items():
-        assert max(errors.values()) <= TOLERANCE[name.split()[-1]], (name, errors)
+    run = jax.jit(program, static_argnums=0)
+    layout = gpt2_matrices.shardings(mesh)
+    results = run(mesh, [jax.device_put(tree, layout) for tree in trees])
+    assert_trees_close(results, run(None, trees))
+    for result in results:
+        for name, x in result.items():
+            assert x.sharding.is_equivalent_to(layout[name], x.ndim), name
 
 
 @pytest.mark.parametrize(("shape", "size"), [((1, 8, 1), XL), ((1, 4, 2), LARGE)])
 def test_traffic(shape, size, capfd):
-    check_traffic(gpt2_matrices.traffic(shape, size), shape)
-    assert "rematerialization" not in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", [shape for shape, _ in gpt2_matrices.BUDGETS])
-def test_traffic_of_sixteen_devices(sixteen, shape):
-    check_traffic(sixteen["traffic"][str(shape)], shape)
-    assert "rematerialization" not in sixteen["stderr"]
-
-
-def check_traffic(case, shape):
-    _, fsdp, tensor = shape
-    print(f"\nmesh {shape}\n{case['table']}")
-    found = case["collectives"]
-    exchanged = [size for operation, size, _ in found if operation == "all-to-all"]
-    others = [size for operation, size, _ in found if operation != "all-to-all"]
-    counts = [count for operation, _, count in found if operation == "all-to-all"]
-    assert sum(counts) == 2 * case["groups"]
-    assert sum(exchanged) == case["transfer_bytes"]
-    assert sum(exchanged) <= 1.1 * 2 * 2 * case["padded_elements"] / (fsdp * tensor)
-    assert case["padded_elements"] <= 1.25 * case["elements"]
+    mesh = make_mesh(shape)
+    plan, program = gpt2_matrices.compiled_update(mesh, size)
+    exchanged, counts, others = [], [], []
+    for collective in collectives(program, mesh):
+        if collective.op == "all-to-all":
+            exchanged.append(collective.bytes)
+            counts.append(collective.count)
+        else:
+            others.append(collective.bytes)
+    assert sum(counts) == 2 * len(plan.groups)
+    assert sum(exchanged) == plan.transfer_bytes()
+    assert sum(exchanged) <= 1.1 * 2 * 2 * plan.padded_elements / mesh.size
+    assert plan.padded_elements <= 1.25 * plan.elements
     assert max(others, default=0) < 1e6
+    assert "rematerialization" not in capfd.readouterr().err
 
 
 def test_owners_among_copies(x64):
     # Four devices hold a copy of each piece. With `data` among the owners each iterates on a
     # quarter of the matrices only, and the results are gathered.
     mesh = make_mesh((4, 2, 1))
-    updates = random_matrices(6, dtype="float64")
-    updates = jax.device_put(updates, gpt2_matrices.shardings(mesh))
+    local = random_matrices(6, dtype="float64")
+    updates = jax.device_put(local, gpt2_matrices.shardings(mesh))
     plan = plan_orthogonalization(updates, specs(), mesh=mesh, ownership_axes=("fsdp", "data"))
     run = jax.jit(lambda u: orthogonalize(u, plan, dtype="float64"))
-    (expected,) = gpt2_matrices.unsharded(((6, "fused"),), "float64")
+    expected = compiled(local, plan_orthogonalization(local, specs()), dtype="float64")
     assert_trees_close(run(updates), expected)
-    found = collectives(run.lower(updates).compile(), mesh)
-    assert {collective.op for collective in found} == {"all-to-all", "all-gather"}
-    assert total_bytes(found) == plan.transfer_bytes(itemsize=8)
+    moved = collectives(run.lower(updates).compile(), mesh)
+    assert {collective.op for collective in moved} == {"all-to-all", "all-gather"}
+    assert total_bytes(moved) == plan.transfer_bytes(itemsize=8)
     repeated = plan_orthogonalization(updates, specs(), mesh=mesh)
     assert sum(g.flops() for g in plan.groups) < sum(g.flops() for g in repeated.groups) / 2
-
-
-def test_replicated_and_partly_partitioned_leaves(x64):
-    mesh = make_mesh((2, 2, 2))
-    rng = np.random.default_rng(0)
-    updates = {
-        "copy": rng.standard_normal((3, 6, 10)),
-        "layers": rng.standard_normal((4, 6, 10)),
-        "rows": rng.standard_normal((5, 8, 8)),
-        "by data": rng.standard_normal((5, 8, 8)),
-        "both": rng.standard_normal((16, 5)),
-        "alone": rng.standard_normal((24, 8)),
-        "vector": rng.standard_normal((8,)),
-    }
-    partitions = {
-        "copy": PartitionSpec(),
-        "layers": PartitionSpec("fsdp"),
-        "rows": PartitionSpec(None, "fsdp"),
-        "by data": PartitionSpec(None, "data"),
-        "both": PartitionSpec(("tensor", "fsdp")),
-        "alone": PartitionSpec("fsdp", "tensor"),
-        "vector": PartitionSpec("fsdp"),
-    }
-
-    def spec(name):
-        x = updates[name]
-        if x.ndim == 1:
-            return None
-        axes = {"batch": (0,), "rows": (1,), "cols": (2,)} if x.ndim == 3 else {}
-        axes = axes or {"rows": (0,), "cols": (1,)}
-        return MatrixSpec(**axes, partition=partitions[name])
-
-    matrix_specs = {name: spec(name) for name in updates}
-    expected = compiled(updates, plan_orthogonalization(updates, matrix_specs), dtype="float64")
-    layout = {name: NamedSharding(mesh, p) for name, p in partitions.items()}
-    plan = plan_orthogonalization(updates, matrix_specs, mesh=mesh)
-    ours = compiled(jax.device_put(updates, layout), plan, dtype="float64")
-    for name, x in ours.items():
-        np.testing.assert_allclose(x, expected[name], atol=1e-13, err_msg=name)
-        assert x.sharding.is_equivalent_to(layout[name], x.ndim), name
 
 
 def triangular(x):
@@ -299,72 +203,9 @@ def test_a_function_of_whole_matrices(axis_type, x64):
     for name, x in results.items():
         np.testing.assert_allclose(x, expected[name], atol=1e-12, err_msg=name)
         assert x.sharding.is_equivalent_to(layout[name], x.ndim), name
-    found = collectives(run.lower(sharded).compile(), mesh)
-    assert {collective.op for collective in found} == {"all-to-all"}
-    assert sum(collective.count for collective in found) == 2 * 4
-
-
-WEIGHT = MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec("fsdp", "tensor"))
-
-
-def orthogonal_momentum(mesh):
-    """An optax transformation that plans in each trace, from the updates' shapes."""
-
-    def update(updates, state, params=None):
-        del params
-        plan = plan_orthogonalization(updates, {"w": WEIGHT}, mesh=mesh)
-        return orthogonalize(updates, plan, dtype="float32"), state
-
-    orthogonal = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-    return optax.chain(optax.trace(0.9), orthogonal, optax.scale(-0.1))
-
-
-def test_in_a_train_step():
-    mesh = make_mesh((2, 2, 2))
-    tx = orthogonal_momentum(mesh)
-    layout = NamedSharding(mesh, WEIGHT.partition)
-    w = np.random.default_rng(0).standard_normal((8, 12)).astype("f")
-    x = np.random.default_rng(1).standard_normal((16, 8)).astype("f")
-
-    def step(params, state, x):
-        grads = jax.grad(lambda p: jnp.square(x @ p["w"]).mean())(params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    with jax.set_mesh(mesh):
-        params = jax.device_put({"w": w}, layout)
-        state = jax.device_put(tx.init(params), layout)
-        jitted = jax.jit(step, donate_argnums=(0, 1))
-        batch = jax.device_put(x, NamedSharding(mesh, PartitionSpec(("data", "fsdp"))))
-        for _ in range(3):
-            params, state = jitted(params, state, batch)
-    assert jitted._cache_size() == 1
-    assert params["w"].sharding.is_equivalent_to(layout, 2)
-
-    plain = optax.chain(optax.trace(0.9))
-    expected, state = {"w": jnp.asarray(w)}, plain.init({"w": w})
-    for _ in range(3):
-        grads = jax.grad(lambda p: jnp.square(x @ p["w"]).mean())(expected)
-        updates, state = plain.update(grads, state)
-        direction = np.sqrt(1.5) * newton_schulz(updates["w"], dtype="float32")
-        expected = {"w": expected["w"] - 0.1 * direction}
-    np.testing.assert_allclose(params["w"], expected["w"], atol=2e-6)
-
-
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_axis_types_and_abstract_values(axis_type):
-    mesh = make_mesh((2, 2, 2), axis_type)
-    tx = orthogonal_momentum(mesh)
-    layout = NamedSharding(mesh, WEIGHT.partition)
-    abstract = {"w": jax.ShapeDtypeStruct((8, 12), jnp.float32, sharding=layout)}
-    with jax.set_mesh(mesh):
-        state = jax.eval_shape(tx.init, abstract)
-        updates, new_state = jax.eval_shape(tx.update, abstract, state)
-        assert new_state == state
-        assert updates["w"].shape == (8, 12)
-        grads = jax.device_put({"w": np.eye(8, 12, dtype="f")}, layout)
-        updates, _ = jax.jit(tx.update)(grads, tx.init(grads))
-    assert updates["w"].sharding.is_equivalent_to(layout, 2)
+    moved = collectives(run.lower(sharded).compile(), mesh)
+    assert {collective.op for collective in moved} == {"all-to-all"}
+    assert sum(collective.count for collective in moved) == 2 * 4
 
 
 # --- the plan ------------------------------------------------------------------------------------
@@ -380,9 +221,7 @@ def abstract(size):
     ("shape", "size", "padding"),
     [
         ((1, 1, 1), XL, 1.0),
-        ((1, 16, 1), XL, 1.0),
         ((2, 8, 1), XL, 1.0),
-        ((1, 32, 1), XL, 1.25),
         ((1, 64, 1), XL, 11 / 9),  # 32 of the D x 3D fill slots of D x 4D, the D x D the rest
         ((1, 4, 4), LARGE, 448 / 432),
     ],
@@ -425,12 +264,6 @@ def test_an_embedding_is_a_group_of_its_own():
     assert plan.padded_elements - without.padded_elements == 64 * 50304 * 1600
 
 
-def test_a_plan_is_hashable_and_comparable():
-    mesh = make_mesh((1, 4, 2))
-    plans = {plan_orthogonalization(random_matrices(3), specs(), mesh=mesh) for _ in range(2)}
-    assert len(plans) == 1
-
-
 def test_the_partition_of_arrays_that_carry_one():
     mesh = make_mesh((1, 4, 2))
     updates = jax.device_put(random_matrices(4), gpt2_matrices.shardings(mesh))
@@ -456,7 +289,7 @@ def cut_stacks(draw):
     return sizes, PartitionSpec(*(tuple(name for name, _ in cut) for cut in cuts)), shape
 
 
-@hypothesis.settings(max_examples=15, deadline=None, database=None, derandomize=True)
+@hypothesis.settings(max_examples=10, deadline=None, database=None, derandomize=True)
 @given(cut_stacks(), st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_any_stack_on_any_mesh_comes_to_its_owners_and_back(stack, dtype):
     """Rows and columns turned round need the whole matrix, and every bit of it."""
@@ -466,6 +299,6 @@ def test_any_stack_on_any_mesh_comes_to_its_owners_and_back(stack, dtype):
     spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2,), partition=partition)
     sharding = NamedSharding(mesh, partition)
     turn = jax.jit(lambda u: on_whole_matrices(lambda y: y[:, ::-1, ::-1], u, spec, mesh))
-    found = turn(jax.device_put(x, sharding))
-    np.testing.assert_array_equal(found, x[:, ::-1, ::-1])
-    assert found.sharding.is_equivalent_to(sharding, 3)
+    moved = turn(jax.device_put(x, sharding))
+    np.testing.assert_array_equal(moved, x[:, ::-1, ::-1])
+    assert moved.sharding.is_equivalent_to(sharding, 3)

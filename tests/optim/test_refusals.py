@@ -15,6 +15,7 @@ from maxmars.optim import (
     corrected_ema,
     describe,
     mars,
+    mars_over,
     muon,
     newton_schulz,
     orthogonalize,
@@ -127,6 +128,10 @@ REFUSED = [
     # parameters and gradients
     (lambda: mars(0.1).init({"w": {"x": 1j * PARAMS["w"]}}), "w.x", "split_real_and_imaginary"),
     (lambda: update(mars(0.1, exact=True)), "prev_grads="),
+    *(
+        (lambda tx=tx: update(tx, prev_grads=PARAMS), "prev_grads", "exact=True")
+        for tx in (mars(0.1), mars(0.1, gamma=0.0), muon(0.1), mars_over(optax.adam(0.1)))
+    ),
     (
         lambda: update(masked(mars(0.1, exact=True)), prev_grads=PARAMS),
         "mask_compatible_extra_args",

@@ -1,9 +1,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from refusals import refused
+from test_soap import assert_close, run
 
 from maxmars.optim import needs_sampled_grads, sophia, sophia_state
 
@@ -13,26 +13,6 @@ SHAPES = {"kernel": (6, 4), "norm": (6,)}
 def random_tree(seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     return {n: jnp.asarray(scale * rng.standard_normal(s), "f") for n, s in SHAPES.items()}
-
-
-def run(tx, params, gradients, sampled):
-    """Parameters after the last step, and the state; the update is jitted once."""
-
-    @jax.jit
-    def step(params, state, grads, sampled):
-        updates, state = tx.update(grads, state, params, sampled_grads=sampled)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(jnp.asarray, params)
-    state = tx.init(params)
-    for grads, given in zip(gradients, sampled, strict=True):
-        params, state = step(params, state, grads, given)
-    assert step._cache_size() == 1
-    return params, state
-
-
-def assert_close(ours, theirs, atol):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
 
 
 def plain_sophia(p, grads, sampled, rates, *, tokens, b1, b2, rho, decay, every):
@@ -52,7 +32,7 @@ def plain_sophia(p, grads, sampled, rates, *, tokens, b1, b2, rho, decay, every)
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("every", [1, 3, 10])
+@pytest.mark.parametrize("every", [1, 3])
 def test_equations(x64, every):
     rng = np.random.default_rng(0)
     grads, sampled = rng.standard_normal((2, 25, 6, 4))
@@ -71,14 +51,14 @@ def test_equations(x64, every):
         p, grads, sampled, rates, tokens=20.0, decay=0.3, every=every, **given
     )
     assert 0 < np.mean(clipped[10:]) < 1  # both branches count
-    ours, _ = run(tx, p, grads, masked)
+    ours, _ = run(tx, p, grads, sampled=masked)
     assert ours.dtype == np.float64
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-12)
 
 
 def test_without_an_estimate_it_is_sign_momentum():
     params, grads = random_tree(0), [random_tree(i) for i in range(1, 6)]
-    ours, _ = run(sophia(0.01, batch_tokens=8.0, weight_decay=0.1), params, grads, grads)
+    ours, _ = run(sophia(0.01, batch_tokens=8.0, weight_decay=0.1), params, grads, sampled=grads)
 
     def expected(p, *gs):
         m = np.zeros_like(p)
@@ -132,62 +112,8 @@ def test_missing_sampled_gradients():
         tx.update(params, state, params)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_state_dtypes_are_stable(dtype):
-    params = {n: jnp.asarray(x, dtype) for n, x in random_tree().items()}
-    tx = sophia(0.01, batch_tokens=8.0, update_hessian_every=1)
-    state = tx.init(params)
-
-    @jax.jit
-    def maybe(flag, state):
-        keep = (jax.tree.map(jnp.zeros_like, params), state)
-        return jax.lax.cond(
-            flag, lambda: tx.update(params, state, params, sampled_grads=params), lambda: keep
-        )
-
-    types = jax.tree.map(lambda x: (x.dtype, x.weak_type), state)
-    for _ in range(3):
-        updates, state = maybe(True, state)
-        assert jax.tree.map(lambda x: (x.dtype, x.weak_type), state) == types
-        assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype(dtype)}
-        assert all(np.isfinite(np.asarray(u, float)).all() for u in jax.tree.leaves(updates))
-    wide = "float32" if dtype == "float16" else dtype  # where squares of gradients are zero
-    assert {x.dtype for x in jax.tree.leaves(state[0]._replace(count=None))} == {jnp.dtype(wide)}
-
-
-def test_bytes_per_parameter():
-    params = {"kernel": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+def test_the_state_is_two_trees_like_the_parameters_in_float32_for_float16():
+    params = {"kernel": jax.ShapeDtypeStruct((64, 64), jnp.float16)}
     state = jax.eval_shape(sophia(0.1, batch_tokens=8.0).init, params)
-    assert sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state) if x.size > 1) == 8 * 64**2
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_zero_gradients_give_a_zero_update(dtype):
-    params = {n: x.astype(dtype) for n, x in random_tree().items()}
-    zeros = [jax.tree.map(np.zeros_like, params)] * 4
-    tx = sophia(0.1, batch_tokens=8.0, weight_decay=0.0, update_hessian_every=2)
-    after, _ = run(tx, params, zeros, zeros)
-    assert_close(after, params, 0)
-
-
-def test_injected_hyperparameters_equal_constant_ones():
-    params, grads = random_tree(0), [random_tree(i) for i in range(1, 9)]
-    options = {"batch_tokens": 8.0, "b1": 0.9, "rho": 0.1, "update_hessian_every": 2}
-    ours, state = run(optax.inject_hyperparams(sophia)(0.01, **options), params, grads, grads)
-    assert_close(ours, run(sophia(0.01, **options), params, grads, grads)[0], 1e-6)
-    assert {"batch_tokens", "rho", "update_hessian_every"} <= set(state.hyperparams)
-    assert sophia_state(state).count == 8
-
-
-def test_decay_mask_and_schedules():
-    params = jax.tree.map(np.ones_like, random_tree())
-    zeros = [jax.tree.map(np.zeros_like, params)] * 2
-    tx = sophia(
-        lambda count: 0.1 / (count + 1),
-        batch_tokens=8.0,
-        weight_decay=lambda count: 0.5 * (count + 1),
-        mask={"kernel": True, "norm": False},
-    )
-    after, _ = run(tx, params, zeros, zeros)
-    np.testing.assert_allclose(after["kernel"], 0.95**2, rtol=1e-6)
-    np.testing.assert_array_equal(after["norm"], 1)
+    arrays = [x for x in jax.tree.leaves(state) if x.size > 1]
+    assert [(x.shape, x.dtype) for x in arrays] == [((64, 64), jnp.float32)] * 2
