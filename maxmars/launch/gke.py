@@ -24,6 +24,7 @@ from maxmars.config.checks import UsageError
 from maxmars.config.chips import Shape, parse_shape
 from maxmars.launch.job import (
     CONSTRAINTS,
+    SETUP,
     Job,
     RunOptions,
     check_name,
@@ -39,7 +40,6 @@ _CONTAINER = "maxmars"
 _PORT = 8476
 _SPOT = "cloud.google.com/gke-spot"
 _MAX_CONFIG_MAP_BYTES = 1_000_000
-_MANY_PODS = 8
 
 # Google's names of nodes, by its pages "Plan TPUs in GKE" and those on GPUs.
 _ACCELERATORS = {
@@ -364,7 +364,7 @@ def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
 
 def _container_script(options: GkeOptions, job: Job) -> str:
     extra = "tpu" if options.has_tpu else "cuda"
-    setup = "# no --setup" if job.checkout.setup is None else f"bash {job.checkout.setup}"
+    setup = "# no --setup" if options.setup is None else f"bash {SETUP}"
     ranks = ""  # GKE tells the hosts of a TPU slice their place in the run
     if not options.has_tpu:
         ranks = f" --num-processes {options.slice.num_hosts}"
@@ -460,12 +460,6 @@ def launch(options: GkeOptions, job: Job) -> None:
     if job.environment:
         values = {"stringData": dict(job.environment)}
         _create(options, "Secret", f"{job.name}-environment", values)
-    pods = options.num_slices * options.slice.num_hosts
-    if options.install and pods >= _MANY_PODS:
-        log(
-            f"each of {pods} pods runs pip at each start; with an --image that has the packages, "
-            "and --no-install, they start faster and need no package index"
-        )
     _create(options, "JobSet", job.name, jobset(options, job))
     log(f"see `maxmars launch gke status|logs|delete {where}`")
 

@@ -21,6 +21,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -49,10 +50,11 @@ FAILED = "failed.json"
 """File in the workdir, of a process that failed by an error of its own; see `train.lives`. It
 begins with the job that it is of."""
 
+SETUP = "launch-setup.sh"
+"""File in the archive, of the user's script that runs on each host before the run."""
 PROLOG = "launch-prolog.sh"
-"""File in the archive, of a script that SLURM's batch script sources."""
+"""Another, which SLURM's batch script sources."""
 
-_SETUP = "launch-setup.sh"
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 # In a checkout without git, at its top and anywhere.
 _LEFT_OUT_AT_TOP, _LEFT_OUT = {"runs", "data"}, {"__pycache__", "node_modules"}
@@ -104,6 +106,20 @@ class RunOptions(CheckedConfig):
     dry_run: bool = False
     """Print every command and file, and run nothing."""
 
+    def shared_workdir(self) -> str:
+        """The working directory, which means the same on every host.
+
+        Raises:
+          UsageError: it is neither an absolute path nor in a bucket.
+        """
+        example = "/mnt/runs/run1, a path that every host reaches, or gs://bucket/run1"
+        return check_word(self.workdir, "--workdir", r"(gs://[^/\s]+)?/[^\s\x00-\x1f]*", example)
+
+    @property
+    def scripts(self) -> dict[str, Path]:
+        """The user's scripts that go along, by their names in the archive."""
+        return {} if self.setup is None else {SETUP: self.setup}
+
 
 @dataclass(frozen=True)
 class PackedCheckout:
@@ -113,8 +129,6 @@ class PackedCheckout:
     """A .tar.gz; the same files give the same bytes."""
     config: str
     """CONFIG of `maxmars train`, relative to the top of the archive."""
-    setup: str | None
-    """The user's script to run before, relative to the top."""
     num_files: int
     untracked: Sequence[str] = ()
     """Files of the checkout among them that git does not track, and nobody named."""
@@ -164,8 +178,7 @@ def pack(
     config: str,
     *,
     sources: Sequence[Source] = (),
-    setup: Path | None = None,
-    prolog: Path | None = None,
+    scripts: Mapping[str, Path] = MappingProxyType({}),
     include: Sequence[str] = (),
     root: Path | None = None,
 ) -> PackedCheckout:
@@ -175,8 +188,7 @@ def pack(
       config: CONFIG of `maxmars train`; a file outside the checkout is packed as well.
       sources: the functions of the user's own that the config names; their files
         keep their places beside the config file.
-      setup: a bash script to pack, which runs on every host.
-      prolog: another, which a batch script sources.
+      scripts: bash scripts, by their names in the archive.
       include: files, relative to `root`, to pack in any case.
       root: the checkout; by default that of the maxmars which is running.
 
@@ -228,10 +240,7 @@ def pack(
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
     lines = [f"{package}=={v}\n" for package, v in versions.items() if "+" not in v]
     contents[CONSTRAINTS] = "".join(lines).encode()
-    if setup is not None:
-        contents[_SETUP] = setup.read_bytes()
-    if prolog is not None:
-        contents[PROLOG] = prolog.read_bytes()
+    contents |= {name: script.read_bytes() for name, script in scripts.items()}
     if sum(map(len, contents.values())) > _MAX_BYTES:
         largest = max(contents, key=lambda name: len(contents[name]))
         raise ValueError(
@@ -241,7 +250,6 @@ def pack(
     return PackedCheckout(
         archive=_archive(contents),
         config=f"{name}:{choices}" if choices else name,
-        setup=None if setup is None else _SETUP,
         num_files=len(contents),
         untracked=[name for name in untracked if name not in named],
     )
@@ -316,16 +324,6 @@ def check_name(name: str) -> None:
     """The name of a run, which becomes that of machines: lower-case letters, digits and hyphens."""
     example = "run-1: a letter, then letters, digits and hyphens, all lower case, at most 40"
     check_word(name, "--name", r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", example)
-
-
-def check_shared_workdir(workdir: str) -> str:
-    """A working directory that means the same on every host.
-
-    Raises:
-      UsageError: it is neither an absolute path nor in a bucket.
-    """
-    example = "/mnt/runs/run1, a path that every host reaches, or gs://bucket/run1"
-    return check_word(workdir, "--workdir", r"(gs://[^/\s]+)?/[^\s\x00-\x1f]*", example)
 
 
 def take_environment(names: Sequence[str]) -> dict[str, str]:

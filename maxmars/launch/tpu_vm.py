@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +32,7 @@ from maxmars.config.checks import Positive, UsageError
 from maxmars.config.chips import TPU_TYPES, Shape, parse_shape
 from maxmars.launch.job import (
     CONSTRAINTS,
+    SETUP,
     STARTS_AGAIN,
     Job,
     RunOptions,
@@ -59,7 +58,6 @@ _NO_PERMISSION = re.compile(
     re.IGNORECASE,
 )
 _NO_ROUTE = re.compile(r"No route to host|Network is unreachable", re.IGNORECASE)
-_KEY = Path(".ssh/google_compute_engine")  # gcloud's, in the home directory
 _REPORT = re.compile(r"\[maxmars-host\] (\S+) (\S.*)$")
 
 # Of the hosts, by Google's page "TPU software versions".
@@ -413,11 +411,6 @@ class TpuOptions(RunOptions, TpuVm):
         """
         return parse_shape(self.accelerator, "--accelerator")
 
-    @property
-    def num_chips(self) -> int:
-        """Of all slices."""
-        return self.num_slices * self.slice.num_chips
-
     def create(self) -> list[str]:
         """The command that creates the TPU, or the request for it."""
         version = self.runtime_version or _SOFTWARE[self.slice.kind]
@@ -470,7 +463,6 @@ class Launcher:
           ValueError: the run failed, the TPU cannot be had, or too many restarts.
         """
         require("gcloud")
-        _check_agent(self._tpu)
         while True:
             try:
                 hosts = self._obtain()
@@ -500,7 +492,15 @@ class Launcher:
             # hosts are between two lives of the run; else it failed, or hosts are lost.
             states = set(ended.values())
             if states == {"exited 0"}:
-                return self._finish()
+                log(f"done: all steps; results are in {self._job.workdir}")
+                if self._tpu.delete_when_done:
+                    self._ask(self._tpu.remove)
+                log(
+                    f"deleted the TPU {self._tpu.name}"
+                    if self._tpu.delete_when_done
+                    else self._cost
+                )
+                return 0
             if any(state.startswith("stopped") for state in states):
                 log(f"the run was stopped and saved; the same command continues. {self._cost}")
                 return STOPPED
@@ -508,9 +508,7 @@ class Launcher:
                 break
             time.sleep(self._tpu.poll_s)  # as the hosts do
         told = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
-        tpu = self._ask(self._tpu.state)
-        if tpu.phase != "ready":
-            raise HostsLostError(f"the TPU was preempted ({tpu.text})")
+        self._check_is_there()
         if not any(state.startswith("exited") for state in states - {"exited 0"}):
             raise HostsLostError(f"not every host has a process ({told})")
         self._on_all("kill", hosts)  # the others would wait for the one that failed
@@ -534,15 +532,6 @@ class Launcher:
                 log(f"{error}; asking again")
                 time.sleep(self._tpu.poll_s)
         raise AssertionError("unreachable")
-
-    def _finish(self) -> int:
-        log(f"done: all steps; results are in {self._job.workdir}")
-        if self._tpu.delete_when_done:
-            self._ask(self._tpu.remove)
-            log(f"deleted the TPU {self._tpu.name}")
-        else:
-            log(self._cost)
-        return 0
 
     def _obtain(self) -> int:
         """Have the TPU ready, created if need be; the number of its hosts."""
@@ -664,36 +653,35 @@ class Launcher:
                     f"the hosts of {self._tpu.name} cannot be reached from here: "
                     f"{problem(failed)}. {self._cost}"
                 )
-        state = self._ask(self._tpu.state)
-        if state.phase in ("gone", "leaving", "missing"):
-            raise HostsLostError(f"the TPU was preempted ({state.text})")
-        if state.phase != "ready":
-            raise HostsLostError(state.text)
+        self._check_is_there()
         time.sleep(self._tpu.poll_s)
+
+    def _check_is_there(self) -> None:
+        state = self._ask(self._tpu.state)
+        if state.phase != "ready":
+            raise HostsLostError(f"the TPU was preempted ({state.text})")
 
 
 def _is_under_way(state: str) -> bool:
     return state.startswith(("running", "restarting"))
 
 
-def _check_agent(tpu: TpuOptions) -> None:
-    """Check what gcloud checks before it connects to several hosts: then no TPU is created in vain.
+def launch(options: TpuOptions, job: Job) -> int:
+    """Bring a run to its end, also one that is under way; the exit code as of `Launcher.run`, or
+    130 after Ctrl-C.
 
     Raises:
-      ValueError: an ssh-agent runs that has keys, and not gcloud's.
+      FileNotFoundError: there is no gcloud.
+      ValueError: the run failed, the TPU cannot be had, or too many restarts.
     """
-    agent = os.environ.get("SSH_AUTH_SOCK") and shutil.which("ssh-add")
-    if not agent or tpu.slice.num_hosts == 1:
-        return
-    key = Path.home() / _KEY
-    public = key.with_name(f"{key.name}.pub")
-    known = run_program(["ssh-add", "-L"])
-    words = public.read_text().split() if public.is_file() else []
-    if known.returncode == 0 and (len(words) < 2 or words[1] not in known.stdout):
-        raise ValueError(
-            f"the ssh-agent lacks gcloud's key {key}, which gcloud needs for several hosts; "
-            f"run `ssh-add {key}`, or launch without the agent: `env -u SSH_AUTH_SOCK maxmars ...`."
+    try:
+        return Launcher(options, job).run()
+    except KeyboardInterrupt:
+        log(
+            "\nno longer watching: the run goes on, but nothing restarts it after a preemption. "
+            "The same command watches again; `maxmars launch tpu-vm stop` ends the run."
         )
+        return 130
 
 
 def host_script(options: TpuOptions, job: Job) -> str:
@@ -703,7 +691,7 @@ def host_script(options: TpuOptions, job: Job) -> str:
         "digest": job.checkout.digest,
         "python": f"python{sys.version_info.major}.{sys.version_info.minor}",
         "constraints": CONSTRAINTS,
-        "setup": job.checkout.setup or "",
+        "setup": "" if options.setup is None else SETUP,
         "max_restarts": str(options.max_restarts),
         "pause": str(options.poll_s),
     }

@@ -50,8 +50,8 @@ def wrong_mapping(value, fields, path):
 def is_scalar(value, kind):
     if kind in SCALARS:
         return type(value) is SCALARS[kind]
-    if found := re.fullmatch(r"(\d+)\.\.(\d+)", kind):
-        return type(value) is int and int(found[1]) <= value <= int(found[2])
+    if bounds := re.fullmatch(r"(\d+)\.\.(\d+)", kind):
+        return type(value) is int and int(bounds[1]) <= value <= int(bounds[2])
     if kind[0] == "/":
         text = str(value) if type(value) is int and "[0-9]" in kind else value  # a quantity
         return isinstance(text, str) and re.fullmatch(kind[1:-1], text) is not None
