@@ -9,6 +9,7 @@ else restarts it, such as a node that is taken away, or the exit code 75 of a ru
 from __future__ import annotations
 
 import base64
+import functools
 import re
 import shlex
 import subprocess
@@ -181,7 +182,7 @@ class GkeOptions(RunOptions, JobSet):
     service_account: Annotated[str | None, arg(metavar="NAME")] = None
     """Kubernetes service account of the pods; None takes that of the namespace."""
 
-    @property
+    @functools.cached_property
     def slice(self) -> Shape:
         """One slice, or all GPUs.
 

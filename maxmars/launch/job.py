@@ -296,7 +296,7 @@ def _files(root: Path) -> tuple[list[str], list[str]]:
 def _archive(contents: dict[str, bytes]) -> bytes:
     file = io.BytesIO()
     with (
-        gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as compressed,
+        gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w") as tar,
     ):
         for name in sorted(contents):

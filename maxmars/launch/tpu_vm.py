@@ -14,6 +14,7 @@ its end. `host.sh` is the script that runs on each host.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 import shlex
@@ -402,7 +403,7 @@ class TpuOptions(RunOptions, TpuVm):
                 "slices into one TPU."
             )
 
-    @property
+    @functools.cached_property
     def slice(self) -> Shape:
         """One slice.
 

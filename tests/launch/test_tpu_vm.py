@@ -346,7 +346,7 @@ sleep 0.3; touch "$FAKE_CLOUD/once"; echo '["PREEMPTED"]' >"$FAKE_CLOUD/node"; e
 """)
     assert launch(*START, "--spot") == 0
     output = capsys.readouterr().out
-    assert output.index("restart 3 of") < output.index("continuing")
+    assert output.index("restart 3\n") < output.index("continuing")
     assert cloud.count(" create ") == 4
     assert cloud.count(" scp ") == 2  # the new hosts knew nothing
     assert " delete --name run1 --zone us-east5-a`" in output
