@@ -1,7 +1,6 @@
 """Commands as a user gives them, on one finished run."""
 
 import json
-import shutil
 
 import pytest
 from hellaswag_questions import write_questions_file
@@ -61,12 +60,3 @@ def test_an_imported_export_is_scored_like_the_run(finished_run, byte_tokens, tm
     with pytest.raises(SystemExit):
         main(["eval", imported, "--tasks", "loss", *ALONE])
     assert "--data.path" in capsys.readouterr().err
-
-
-@pytest.mark.seconds
-def test_report(finished_run, tmp_path, capsys):
-    shutil.copytree(finished_run, tmp_path / "other")
-    out = tmp_path / "report"
-    main(["report", str(finished_run), str(tmp_path / "other"), "--out", str(out)])
-    assert "report:" in capsys.readouterr().out
-    assert {"report.md", "report.json"} <= {path.name for path in out.iterdir()}
