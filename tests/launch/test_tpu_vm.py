@@ -133,53 +133,38 @@ def test_gcloud_that_fails_for_a_while_is_asked_again(cloud, capsys):
     assert len(cloud.read("outages")) == 70
 
 
-@pytest.mark.seconds
-def test_ssh_that_never_works_ends(cloud, capsys):
-    cloud.write("ssh_failures", 10_000)
-    assert launch(*with_options(START, ["--poll-s", "0.0001"])) == 1
-    error = capsys.readouterr().err
-    assert "255" in error
-    assert "tpu-vm delete" in error
-    assert (cloud.count(" create "), cloud.count(" scp "), cloud.count(" ssh ")) == (1, 4, 1)
+DENIED = "PERMISSION_DENIED: Permission 'tpu.nodes.update' denied"
+NO_ROUTE = "connect to host 10.0.0.2 port 22: No route to host"
+NO_PROJECT = "The required property [project] is not set: it can be set by the attribute [project]"
+SHORT = {"error": "There is no more capacity in the zone"}
+QUEUE_FAILED, STOPPED = {"queued": ["FAILED"], "node": []}, {"node": ["STOPPED"]}
+COSTS = "tpu-vm delete"  # until then
+# What is wrong, options, what is told, and the numbers of creations, copies and other calls by ssh.
+LASTING = {
+    "ssh": ({"ssh_failures": 10_000}, "", ["255", COSTS], (1, 4, 1)),
+    "rights": ({"ssh_failures": 10_000, "ssh_error": DENIED}, "", [DENIED, COSTS], (1, 1, 0)),
+    "route": ({"ssh_failures": 10_000, "ssh_error": NO_ROUTE}, "", [NO_ROUTE, COSTS], (1, 1, 0)),
+    "a host": ({"unreachable": [1]}, "", ["1 of 2 hosts", COSTS], (1, 4, 1)),
+    "rights to ask": ({"describe_error": DENIED}, "", [DENIED], (0, 0, 0)),
+    "project": ({"describe_error": NO_PROJECT}, "", ["--project"], (0, 0, 0)),
+    "rights to create": ({"creations": [{"error": DENIED}]}, "", [DENIED], (1, 0, 0)),
+    "capacity": ({"creations": [SHORT]}, "", ["--queued"], (1, 0, 0)),
+    "request": ({"creations": [QUEUE_FAILED]}, "--queued", ["FAILED"], (1, 0, 0)),
+    "TPU": ({"creations": [STOPPED]}, "", ["TPU STOPPED"], (1, 0, 0)),
+}
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize(
-    "says",
-    [
-        "PERMISSION_DENIED: Permission 'tpu.nodes.update' denied",
-        "connect to host 10.0.0.2 port 22: No route to host",
-    ],
-)
-def test_errors_that_last_are_not_tried_again(cloud, capsys, says):
-    cloud.write("ssh_failures", 10_000)
-    cloud.write("ssh_error", says)
-    assert launch(*START) == 1
+@pytest.mark.parametrize("name", LASTING)
+def test_what_lasts_ends_the_launch(cloud, capsys, name):
+    wrong, options, named, calls = LASTING[name]
+    for file, value in wrong.items():
+        cloud.write(file, value)
+    assert launch(*with_options(START, ["--poll-s", "0.0001", *options.split()])) == 1
     error = capsys.readouterr().err
-    assert says in error
-    assert "tpu-vm delete" in error  # until then it costs
-    assert (cloud.count(" create "), cloud.count(" scp "), cloud.count(" ssh ")) == (1, 1, 0)
-
-
-def test_a_missing_permission_or_project_is_told_before_anything_is_created(cloud, capsys):
-    cloud.write("describe_error", "PERMISSION_DENIED: Permission 'tpu.nodes.get' denied")
-    assert launch(*START) == 1
-    assert "'tpu.nodes.get'" in capsys.readouterr().err
-    assert (cloud.count(" create "), len(cloud.calls())) == (0, 1)
-    says = "The required property [project] is not set: it can be set by the attribute [project]"
-    cloud.write("describe_error", says)
-    assert launch("launch", "tpu-vm", "status", *WHERE) == 1
-    assert "--project" in capsys.readouterr().err
-
-
-@pytest.mark.seconds
-def test_a_host_that_does_not_answer_ends_the_launch(cloud, capsys):
-    cloud.write("unreachable", [1])
-    assert launch(*with_options(START, ["--poll-s", "0.0001"])) == 1
-    error = capsys.readouterr().err
-    assert "1 of 2 hosts" in error
-    assert "tpu-vm delete" in error
-    assert (cloud.count(" create "), cloud.count(" delete ")) == (1, 0)
+    assert [word for word in named if word not in error] == []
+    assert tuple(map(cloud.count, (" create ", " scp ", " ssh "))) == calls
+    assert cloud.count(" delete ") == 0
 
 
 @pytest.mark.seconds
@@ -320,26 +305,10 @@ def test_an_installation_or_a_setup_that_fails_shows_its_end(cloud, tmp_path, ca
     assert launch(*START) == 0  # the same command goes on
 
 
-@pytest.mark.parametrize(
-    ("creation", "options", "named"),
-    [
-        ({"queued": ["FAILED"], "node": []}, ["--queued"], "queued resource FAILED"),
-        ({"queued": ["ACTIVE"], "node": ["STOPPED"]}, ["--queued"], "TPU STOPPED"),
-        ({"error": "There is no more capacity in the zone"}, [], "--queued"),
-        ({"error": "PERMISSION_DENIED"}, ["--queued"], "PERMISSION_DENIED"),
-    ],
-)
-def test_a_tpu_that_cannot_be_had(cloud, capsys, creation, options, named):
-    cloud.write("creations", [creation])
-    assert launch(*START, *options) == 1
-    assert named in capsys.readouterr().err
-
-
 @pytest.mark.seconds
 def test_a_preempted_tpu_is_created_anew_when_there_is_capacity(cloud, capsys):
-    short = {"error": "There is no more capacity in the zone"}
     ready = {"node": ["READY"]}
-    cloud.write("creations", [ready, short, short, ready])
+    cloud.write("creations", [ready, SHORT, SHORT, ready])
     cloud.train("""
 [[ -f $FAKE_CLOUD/once ]] && { echo "continuing"; exit 0; }
 sleep 0.3; touch "$FAKE_CLOUD/once"; echo '["PREEMPTED"]' >"$FAKE_CLOUD/node"; exit 75
