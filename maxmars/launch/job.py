@@ -129,15 +129,14 @@ class PackedCheckout:
     """A .tar.gz; the same files give the same bytes."""
     config: str
     """CONFIG of `maxmars train`, relative to the top of the archive."""
-    num_files: int
+    names: Sequence[str]
+    """Of the files in it, relative to the top."""
     untracked: Sequence[str] = ()
     """Files of the checkout among them that git does not track, and nobody named."""
 
     def has(self, path: str) -> bool:
         """Whether a relative path, from the top, is that of a file or a folder in the archive."""
-        with tarfile.open(fileobj=io.BytesIO(self.archive)) as tar:
-            names = (PurePosixPath(name) for name in tar.getnames())
-            return any(name.is_relative_to(path) for name in names)
+        return any(PurePosixPath(name).is_relative_to(path) for name in self.names)
 
     @property
     def digest(self) -> str:
@@ -147,7 +146,7 @@ class PackedCheckout:
     @property
     def size(self) -> str:
         """Number of files and size, for the user."""
-        return f"{self.num_files} files of the checkout, {len(self.archive) / 1000:.0f} kB"
+        return f"{len(self.names)} files of the checkout, {len(self.archive) / 1000:.0f} kB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +249,7 @@ def pack(
     return PackedCheckout(
         archive=_archive(contents),
         config=f"{name}:{choices}" if choices else name,
-        num_files=len(contents),
+        names=sorted(contents),
         untracked=[name for name in untracked if name not in named],
     )
 

@@ -19,8 +19,9 @@ OTHERS = [name for name in OPTIMIZERS if name not in DEFAULT]
 # With a user's flags most of the time goes to compiling, and this model compiles fastest.
 TINY = """--num-steps 3 --global-batch-size 4 --num-microbatches 1 --schedule.warmup-steps 0
     --model.num-layers 1 --model.num-heads 2 --model.embed-dim 32 --model.compute-dtype float32
-    --model.max-seq-len 16 --model.vocab-size 257 --eval.every None --log.every 1"""
-# One process trains them all, one after the other.
+    --model.max-seq-len 16 --model.vocab-size 257 --eval.every None --log.every 1
+    --num-processes 1"""
+# One process trains them all, one after the other; JAX is then too late to look for others.
 PROGRAM = """
 import sys
 from maxmars.cli import main

@@ -114,7 +114,7 @@ def test_a_batch_script_passes_shellcheck(options, capsys, files, tmp_path):
 
 
 def test_the_script_of_tpu_hosts_passes_shellcheck():
-    checkout = PackedCheckout(archive=b"", config="configs/quickstart.py", num_files=1)
+    checkout = PackedCheckout(archive=b"", config="configs/quickstart.py", names=())
     words = ("--name", "it's mine")
     job = Job(
         name="run1", checkout=checkout, workdir="gs://b/r", train_arguments=words, environment={}
