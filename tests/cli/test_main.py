@@ -1,5 +1,5 @@
 """What holds for every command: help, errors of the world outside, exit codes, standard streams.
-`test_wrong_words.py` has what is wrong on a command line, `test_commands.py` real runs."""
+`test_words.py` has what is wrong on a command line, `test_commands.py` real runs."""
 
 import os
 import re

@@ -1,4 +1,5 @@
-"""What commands refuse: exit code, and one line that names what is wrong; nothing is written."""
+"""What the words after a command change, and which are refused: by exit code, and by one line that
+names what is wrong; nothing is written."""
 
 import dataclasses
 import functools
@@ -11,6 +12,7 @@ import typing
 import pytest
 
 from maxmars import cli
+from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config.checks import kinds_of
 from maxmars.config.load import load_config
 
@@ -37,11 +39,72 @@ FILES = {
 """,
     "own.py": HEADER
     + """
-    options = dict(rate=None, more=[], betas=[0.9, 0.99], mixed=[1, 0.5], on=True)
+    options = dict(rate=None, more=[], betas=[0.9, 0.99], names=["a"], mixed=[1, 0.5], on=True)
     options |= dict(deep=dict(number=1))
     return make(optimizer=OptaxConfig(make="own.py:make", learning_rate=0.1, options=options))
 """,
 }
+
+
+def write_files(folder):
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+
+
+# Words of a command line, and what each has changed.
+CHANGES = {
+    "every kind": {
+        "--seed=5 mars.py --num-steps 1e3": {"seed": 5, "num_steps": 1000},
+        "--optimizer.learning-rate 1": {"optimizer.learning_rate": 1.0},
+        "--optimizer.eps 1e-30 --eval.num_windows 2_000": {"eval.num_windows": 2000},
+        "--model.use-bias False --optimizer.exact True": {"optimizer.exact": True},
+        "--gradient-clip-norm None --mesh.fsdp 4": {"gradient_clip_norm": None},
+        "--model.remat dots --log.wandb None": {"model.remat": "dots", "log.wandb": None},
+        "--tpu-compiler-options xla_a=1 xla_b=c=d": {
+            "tpu_compiler_options": {"xla_a": "1", "xla_b": "c=d"}
+        },
+        "--name=-x --eval.hellaswag-path None": {"name": "-x", "eval.hellaswag_path": None},
+    },
+    "the last of two": {
+        f"mars.py --seed 1 --seed {2**32 - 1}": {"seed": 2**32 - 1},
+        "--tpu-compiler-options None": {"tpu_compiler_options": None},
+    },
+    "a word for all": {"mars.py --tpu-compiler-options auto": {"tpu_compiler_options": "auto"}},
+    "of an own function": {
+        "own.py --optimizer.options.rate None": {"optimizer.options.rate": None},
+        "--optimizer.options.betas 0.8": {"optimizer.options.betas": (0.8,)},
+        "--optimizer.options.names b c": {"optimizer.options.names": ("b", "c")},
+        "--optimizer.options.mixed -2 3": {"optimizer.options.mixed": (-2, 3.0)},
+        "--optimizer.options.on False": {"optimizer.options.on": False},
+        "--optimizer.options.deep.number 3": {"optimizer.options.deep.number": 3},
+    },
+    "of a mixture": {
+        "mixture.py --data.parts.1.weight 0.1": {"data.parts.1.weight": 0.1},
+        "--data.parts.0.path c": {"data.parts.0.path": "c", "data.parts.0.weight": 0.7},
+        "--data.order random_windows": {"data.order": "random_windows"},
+    },
+}
+
+
+def value_of(config, name):
+    for part in name.split("."):
+        is_field = not isinstance(config, (dict, tuple))
+        key = int(part) if isinstance(config, tuple) else part
+        config = getattr(config, part) if is_field else config[key]
+    return config
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_options_change_fields(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    changes = CHANGES[name]
+    config = parse_arguments(ConfigArguments, " ".join(changes).split(), prog="x").config
+    for fields in changes.values():
+        for field, value in fields.items():
+            assert (value_of(config, field), type(value_of(config, field))) == (value, type(value))
+
+
 RUN = "--name a --workdir /w"
 SLURM = f"launch slurm quickstart {RUN}"
 MARS, OWN = "train mars.py", "train own.py --optimizer.options"
@@ -197,8 +260,7 @@ def refusal(call, words, code=2):
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row[1])
 def test_what_is_wrong_is_named_in_one_line(row, call, tmp_path):
     code, words, *named = row
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
+    write_files(tmp_path)
     (tmp_path / "BINARY").write_bytes(b"ab\xff\xfe")
     with (tmp_path / "HUGE.txt").open("wb") as file:
         file.truncate(1 << 43)  # without blocks on the disk
