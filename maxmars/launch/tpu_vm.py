@@ -45,9 +45,7 @@ from maxmars.launch.job import (
     run_program,
 )
 
-STOPPED = 75
-"""Exit code of a run that was stopped and can go on."""
-
+_STOPPED = 75  # exit code of a run that was stopped and can go on
 _SSH_TRIES = 4
 _ASK_TRIES = 30
 _END_S = 180  # for the last host to end after the first
@@ -156,16 +154,8 @@ class TpuVm:
         """A command on TPUs in the zone."""
         project = [] if self.project is None else [f"--project={self.project}"]
         release = ["alpha"] if alpha or self.alpha else []
-        return [
-            "gcloud",
-            *release,
-            "compute",
-            "tpus",
-            kind,
-            *words,
-            f"--zone={self.zone}",
-            *project,
-        ]
+        where = [f"--zone={self.zone}", *project]
+        return ["gcloud", *release, "compute", "tpus", kind, *words, *where]
 
     def describe(self, kind: Kind, node: str | None = None) -> list[str]:
         """The command that prints the queued resource, the TPU or one of its slices as JSON."""
@@ -504,7 +494,7 @@ class Launcher:
                 return 0
             if any(state.startswith("stopped") for state in states):
                 log(f"the run was stopped and saved; the same command continues. {self._cost}")
-                return STOPPED
+                return _STOPPED
             if not all(map(_is_under_way, states)):
                 break
             time.sleep(self._tpu.poll_s)  # as the hosts do

@@ -50,13 +50,13 @@ for line in sys.stdin:
 def test_three_steps_as_a_user_runs_them(specs, byte_tokens, tmp_path):
     ours = ("JAX_", "XLA_", "MAXMARS_", "TF_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    lines = [
+    commands = [
         f"train {spec} --data.path {byte_tokens} --workdir run{number} {' '.join(TINY.split())}\n"
         for number, spec in enumerate(specs)
     ]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input="".join(lines),
+        input="".join(commands),
         cwd=tmp_path,
         env=environment,
         capture_output=True,
@@ -64,7 +64,8 @@ def test_three_steps_as_a_user_runs_them(specs, byte_tokens, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for number, spec in enumerate(specs):
-        rows = map(json.loads, (tmp_path / f"run{number}" / "metrics.jsonl").open())
+        lines = (tmp_path / f"run{number}" / "metrics.jsonl").read_text().splitlines()
+        rows = map(json.loads, lines)
         losses = [row["train/loss"] for row in rows if "train/loss" in row]
         assert len(losses) == 3, spec
         assert all(map(math.isfinite, losses)), spec

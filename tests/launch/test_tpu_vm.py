@@ -421,7 +421,8 @@ def test_two_hosts_preempted_and_killed_end_as_if_undisturbed(cloud, tmp_path, c
     output = capsys.readouterr().out
     assert "preempted" in output
     assert int(output.split("continuing from step ")[1].split()[0]) >= 8
-    steps = [row["step"] for row in map(json.loads, metrics.open()) if "train/loss" in row]
+    rows = map(json.loads, metrics.read_text().splitlines())
+    steps = [row["step"] for row in rows if "train/loss" in row]
     assert steps == list(range(1, 91))
     log = (cloud.host(1) / "maxmars-run1" / "train.log").read_text()
     assert re.findall("restart [0-9] of", log) == ["restart 1 of", "restart 2 of"]
