@@ -56,8 +56,6 @@ PROLOG = "launch-prolog.sh"
 """Another, which SLURM's batch script sources."""
 
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-# In a checkout without git, at its top and anywhere.
-_LEFT_OUT_AT_TOP, _LEFT_OUT = {"runs", "data"}, {"__pycache__", "node_modules"}
 # Not needed by a run; without them a ConfigMap has room for more. pip reads the topmost README.
 _NOT_NEEDED = {"tests", "tools", ".github", ".ci"}
 _MAX_BYTES = 50_000_000
@@ -203,7 +201,9 @@ def pack(
             f"{root} is no checkout of maxmars (there is no pyproject.toml), and only a checkout "
             "can be packed for other machines: install maxmars by `pip install -e CHECKOUT`."
         )
-    files, untracked = _files(root)
+    require("git")
+    with about("only a checkout that git knows can be packed for other machines"):
+        files, untracked = _files(root)
     include = [os.path.normpath(file) for file in include]
     for file in include:
         if not (root / file).is_file() or file.startswith(("..", "/")):
@@ -267,29 +267,14 @@ def _is_needed(path: Path) -> bool:
 
 def _files(root: Path) -> tuple[list[str], list[str]]:
     """Relative paths of the files to pack, and those of them that git does not track; sorted."""
-    if (root / ".git").exists() and shutil.which("git") is not None:
-        command = ["git", "-C", str(root), "-c", "safe.directory=*", "ls-files", "-z"]
-        kinds = ["--cached"], ["--others", "--exclude-standard"]
-        listed = [run_program([*command, *options]) for options in kinds]
-        if all(done.returncode == 0 for done in listed):
-            tracked, others = (
-                {
-                    name
-                    for name in done.stdout.split("\0")
-                    if name and (root / name).is_file() and _is_needed(Path(name))
-                }
-                for done in listed
-            )
-            return sorted(tracked | others), sorted(others)
-    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
-    names = sorted(
-        str(path)
-        for path in paths
-        if _is_needed(path)
-        and path.parts[0] not in _LEFT_OUT_AT_TOP
-        and not any(name.startswith(".") or name in _LEFT_OUT for name in path.parts)
-    )
-    return names, []
+
+    def listed(*options: str) -> set[str]:
+        command = ["git", "-C", str(root), "-c", "safe.directory=*", "ls-files", "-z", *options]
+        names = filter(None, run_or_fail(command).split("\0"))
+        return {name for name in names if (root / name).is_file() and _is_needed(Path(name))}
+
+    others = listed("--others", "--exclude-standard")
+    return sorted(listed("--cached") | others), sorted(others)
 
 
 def _archive(contents: dict[str, bytes]) -> bytes:
@@ -351,6 +336,7 @@ _INSTALL = {
     "`gcloud auth login` and `gcloud config set project PROJECT`",
     "kubectl": "install it (`gcloud components install kubectl gke-gcloud-auth-plugin`), then "
     "`gcloud container clusters get-credentials CLUSTER`",
+    "git": "install git, which says which files of a checkout a run needs",
     "sbatch": "run this on a login node of a SLURM cluster",
 }
 
