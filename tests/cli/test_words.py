@@ -304,7 +304,6 @@ def wrong_value(value):
     return "no such value" if kinds & NUMBERS or is_choice else None
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_kind_of_option_of_a_command(command, call, options_of):
     """One option of each way to write a value: its rule is that of all which are written so."""

@@ -154,7 +154,6 @@ LASTING = {
 }
 
 
-@pytest.mark.seconds
 @pytest.mark.parametrize("name", LASTING)
 def test_what_lasts_ends_the_launch(cloud, capsys, name):
     wrong, options, named, calls = LASTING[name]
