@@ -89,6 +89,7 @@ def run(argv: list[str]) -> int:
     if rest and rest[0] in platform.actions:
         target = parse_options(platform.target, rest[1:], prog=f"maxmars launch {name} {rest[0]}")
         target.check()
+        require(platform.program)
         try:
             return platform.actions[rest[0]](target) or 0
         except KeyboardInterrupt:
@@ -134,6 +135,8 @@ def _with_values(words: list[str]) -> list[str]:
 def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
     """Check a run as `maxmars train` would, and more, before anything is rented; then start it."""
     options.check()
+    if not options.dry_run:
+        require(platform.program)
     workdir, machines = options.shared_workdir(), platform.machines(options)
     environment = take_environment(options.env)
     sources = sources_in(load_config(options.config))
@@ -247,19 +250,13 @@ def _check_slurm(options: SlurmOptions, config: TrainConfig, checkout: PackedChe
         )
 
 
-def _existing(tpu: TpuVm) -> TpuVm:
-    tpu.check()
-    require("gcloud")
-    return tpu.as_it_is()
-
-
 def _ask_hosts(tpu: TpuVm, words: str) -> None:
     for host, state in sorted(tpu.ask_hosts(words).items()):
         log(f"{host}: {state}")
 
 
 def _tpu_status(tpu: TpuVm) -> None:
-    tpu = _existing(tpu)
+    tpu = tpu.as_it_is()
     state = tpu.state()
     log(f"{tpu.name}: {state.text}")
     if state.phase == "ready":
@@ -267,7 +264,7 @@ def _tpu_status(tpu: TpuVm) -> None:
 
 
 def _tpu_logs(tpu: TpuVm) -> None:
-    ended, _ = _existing(tpu).follow_log()
+    ended, _ = tpu.as_it_is().follow_log()
     if not ended:
         raise ValueError(
             f"the connection to {tpu.name} ended; `maxmars launch tpu-vm status` tells."
@@ -275,14 +272,16 @@ def _tpu_logs(tpu: TpuVm) -> None:
 
 
 def _tpu_stop(tpu: TpuVm) -> None:
-    _ask_hosts(_existing(tpu), "stop")
+    _ask_hosts(tpu.as_it_is(), "stop")
 
 
 def _tpu_delete(tpu: TpuVm) -> None:
-    log(f"{tpu.name}: {'deleted' if _existing(tpu).remove() else 'there is none'}")
+    log(f"{tpu.name}: {'deleted' if tpu.as_it_is().remove() else 'there is none'}")
 
 
 class _Platform(NamedTuple):
+    program: str
+    """The user's own, which does what is asked."""
     options: type[RunOptions]
     """Options that start a run."""
     machines: Callable[[Any], _Machines]
@@ -298,6 +297,7 @@ class _Platform(NamedTuple):
 
 _PLATFORMS = {
     "tpu-vm": _Platform(
+        "gcloud",
         TpuOptions,
         _slices,
         _check_tpu,
@@ -307,6 +307,7 @@ _PLATFORMS = {
         {"status": _tpu_status, "logs": _tpu_logs, "stop": _tpu_stop, "delete": _tpu_delete},
     ),
     "gke": _Platform(
+        "kubectl",
         GkeOptions,
         _slices,
         _check_gke,
@@ -316,6 +317,7 @@ _PLATFORMS = {
         {"status": JobSet.show_status, "logs": JobSet.show_logs, "delete": JobSet.delete},
     ),
     "slurm": _Platform(
+        "sbatch",
         SlurmOptions,
         _nodes,
         _check_slurm,

@@ -31,7 +31,6 @@ from maxmars.launch.job import (
     check_name,
     check_word,
     log,
-    require,
     run_or_fail,
     run_program,
 )
@@ -99,8 +98,6 @@ class JobSet:
 
     def show_status(self) -> int:
         """Show the JobSet's state and its pods; kubectl's exit code."""
-        self.check()
-        require("kubectl")
         selector = f"--selector=jobset.sigs.k8s.io/jobset-name={self.name}"
         jobset = self.kubectl("get", f"jobset/{self.name}")
         pods = self.kubectl("get", "pods", selector, "--output=wide")
@@ -108,8 +105,6 @@ class JobSet:
 
     def show_logs(self) -> int:
         """Follow the first host's log; kubectl's exit code."""
-        self.check()
-        require("kubectl")
         first = "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
         selector = f"--selector=jobset.sigs.k8s.io/jobset-name={self.name},{first}"
         options = ["--follow", "--tail=-1", f"--container={_CONTAINER}"]
@@ -121,8 +116,6 @@ class JobSet:
         Raises:
           ValueError: kubectl fails, for example because there is no such JobSet.
         """
-        self.check()
-        require("kubectl")
         run_or_fail(self.kubectl("delete", f"jobset/{self.name}"))
         run_or_fail(self.delete_files())
         log(f"deleted JobSet {self.name}")
@@ -434,11 +427,9 @@ def launch(options: GkeOptions, job: Job) -> None:
     """Create the JobSet, with its ConfigMap and Secret.
 
     Raises:
-      FileNotFoundError: there is no kubectl.
       ValueError: the checkout is too large for a ConfigMap, a JobSet of this name is there, or
         kubectl fails.
     """
-    require("kubectl")
     archive = job.checkout.archive
     if len(archive) > _MAX_CONFIG_MAP_BYTES:
         raise ValueError(

@@ -31,7 +31,6 @@ from maxmars.launch.job import (
     RunOptions,
     check_word,
     log,
-    require,
     run_or_fail,
 )
 
@@ -66,8 +65,6 @@ class SlurmName:
 
     def show_status(self) -> int:
         """Show the user's jobs of this name; squeue's exit code."""
-        self.check()
-        require("sbatch")
         return subprocess.run(["squeue", *self._jobs]).returncode
 
     def stop(self) -> None:
@@ -77,8 +74,6 @@ class SlurmName:
         Raises:
           ValueError: a program of SLURM fails.
         """
-        self.check()
-        require("sbatch")
         states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
         listed = run_or_fail(["squeue", *self._jobs, states, "--noheader", "--format=%A"])
         jobs = listed.split()
@@ -263,10 +258,8 @@ def launch(options: SlurmOptions, job: Job) -> None:
     """Unpack the checkout, write the script and submit it.
 
     Raises:
-      FileNotFoundError: there is no sbatch.
       ValueError: sbatch refuses.
     """
-    require("sbatch")
     copy = _copy_of_checkout(job)
     if not copy.exists():
         unpacked = copy.with_name(f"{copy.name}.part{os.getpid()}")

@@ -41,7 +41,6 @@ from maxmars.launch.job import (
     check_word,
     log,
     problem,
-    require,
     run_program,
 )
 
@@ -453,7 +452,6 @@ class Launcher:
         Raises:
           ValueError: the run failed, the TPU cannot be had, or too many restarts.
         """
-        require("gcloud")
         while True:
             try:
                 hosts = self._obtain()
@@ -662,7 +660,6 @@ def launch(options: TpuOptions, job: Job) -> int:
     130 after Ctrl-C.
 
     Raises:
-      FileNotFoundError: there is no gcloud.
       ValueError: the run failed, the TPU cannot be had, or too many restarts.
     """
     try:
