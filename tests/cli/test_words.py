@@ -131,6 +131,8 @@ REFUSALS = [
     (2, "train gpt2:size=xl --optimizer=adamw", "gpt2:size=xl,optimizer=adamw`"),
     (2, "train gpt2:optimizer=mars --optimizer.name muon", "gpt2:optimizer=muon`"),
     (2, "train gpt2 adamw", "`maxmars train gpt2:optimizer=adamw`"),
+    (2, "train gpt2 optimizer=mars", "`maxmars train gpt2:optimizer=mars`"),
+    (2, "train mars.py --optimizer adamw", "gpt2:optimizer=adamw`", "--help optimizer"),
     (2, "train quickstart --data tokens", "`maxmars train quickstart:data=tokens`"),
     (2, "train quickstart --optimizer adamw", "quickstart:optimizer=adamw`"),
     (2, f"{SLURM} --data x", "quickstart:data=x`"),
@@ -144,6 +146,7 @@ REFUSALS = [
     (2, f"{MARS} --tpu-compiler-options", "--tpu-compiler-options"),
     (2, f"{MARS} --tpu-compiler-options a=1 b", "--tpu-compiler-options b", "NAME=VALUE"),
     (2, f"{MARS} --tpu-compiler-options autp", "--tpu-compiler-options autp", "`auto`"),
+    (2, "train own.py --optimizer.make no", "--optimizer.make no must be FILE.py:NAME"),
     (2, f"{OWN}.rate 3", "--optimizer.options.rate 3"),
     (2, f"{OWN}.more None", "--optimizer.options.more None"),
     (2, f"{OWN}.betas 0.9 x", "--optimizer.options.betas x must be a number"),
@@ -162,7 +165,7 @@ REFUSALS = [
     (2, f"{MARS} --start-timeout-s 0", "--start-timeout-s 0.0 must be"),
     (2, "train mixture.py --data.parts.1.weight -1", "--data.parts.1.weight -1"),
     (2, "train quickstart --process-id -1", "--process-id -1 must"),
-    (2, f"{ALONE} --init-optimizer-state True", "--init-from PATH"),
+    (2, f"{MARS} --init-optimizer-state True", "--init-from PATH"),
     (2, "verify-resume quickstart --steps 1", "--steps 1 must be at least 2."),
     (2, "compare compare_tiny --workdir x --seeds 0", "--seeds 0 must"),
     (2, "plan mars.py", "--topology"),
@@ -346,6 +349,7 @@ def error_of(config, names, value):
         return str(error)
 
 
+@pytest.mark.usefixtures("own_checks_only")
 @pytest.mark.parametrize("optimizer", ["mars", "ademamix", "muon", "sophia"])
 def test_every_number_of_every_config(optimizer):
     """A field takes a number, or the error names both: `seed=-1`."""
