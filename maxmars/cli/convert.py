@@ -81,15 +81,13 @@ def run_export(argv: list[str]) -> int:
             raise UsageError("OUT is missing; name the directory to make.")
         if arguments.private:
             raise UsageError("--private belongs to --push OWNER/NAME; give both or none.")
-    elif arguments.out is None and arguments.dtype != "float32":
-        raise UsageError(
-            f"--dtype {arguments.dtype} needs OUT: without it, the directory {arguments.target} is "
-            "pushed as it is."
-        )
-    elif arguments.out is None and arguments.report is not None:
-        raise UsageError(
-            f"--report needs OUT: without it, the directory {arguments.target} is pushed as it is."
-        )
+    elif arguments.out is None:
+        given = {"--dtype": arguments.dtype != "float32", "--report": arguments.report is not None}
+        for flag in filter(given.get, given):
+            raise UsageError(
+                f"{flag} needs OUT: without it, the directory {arguments.target} is pushed as it "
+                "is."
+            )
     # Nobody shall wait for an export that cannot be pushed.
     if arguments.push is not None:
         _check_push(arguments)

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -17,6 +17,7 @@ import tyro
 from maxmars.cli.parse import parse_options
 from maxmars.config import MeshConfig
 from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, Rule, UsageError
+from maxmars.config.errors import about
 from maxmars.distributed.files import why_not_written
 from maxmars.distributed.progress import Progress, loading_jax
 
@@ -96,13 +97,13 @@ def run(argv: list[str]) -> int:
     prompts, output = _prompts(arguments), arguments.output
     _check_output(arguments)
     with Progress(stderr=True) as progress:
-        model = _Model(arguments, progress)
+        stream = _load(arguments, progress)
         loading_s = time.monotonic() - start
         if arguments.interactive:
-            _answer(model, as_json=arguments.json)
+            _answer(stream, as_json=arguments.json)
             return 0
         rates = _Rates(start, loading_s)
-        pieces = rates.count(_in_order(model.stream(prompts)))
+        pieces = rates.count(_in_order(stream(prompts)))
         if output is not None:
             with output.open("w", encoding="utf-8") as file:
                 for done, line in enumerate(_json_lines(prompts, pieces), 1):
@@ -133,15 +134,9 @@ def _prompts(arguments: GenerateArguments) -> list[str]:
         for prompt in arguments.prompt:
             _check_is_text(prompt, "--prompt")
         return list(arguments.prompt)
-    try:
-        prompts = [
-            line for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()
-        ]
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text (byte {error.start}); --prompt-file takes a text file with "
-            "a prompt in each line."
-        ) from error
+    with about(path):  # which UnicodeDecodeError does not name
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    prompts = [line for line in lines if line.strip()]
     if not prompts:
         raise ValueError(f"{path} has no prompt; --prompt-file takes one in each line.")
     return prompts
@@ -167,45 +162,43 @@ def _check_output(arguments: GenerateArguments) -> None:
         raise UsageError(f"--output {output} {problem}; name a file to write.")
 
 
-class _Model:
-    """The model that the command line names, which continues prompts as the options say."""
+def _load(
+    arguments: GenerateArguments, progress: Progress
+) -> Callable[[list[str]], Iterator[TextPiece]]:
+    """Load the model; returns what gives the text of all prompts as it comes."""
+    with loading_jax(stderr=True):
+        from maxmars.distributed import programs, sharding
+        from maxmars.eval import load
+        from maxmars.eval.generate import Sampling, stream_texts
+        from maxmars.eval.trained_model import find_target
 
-    def __init__(self, arguments: GenerateArguments, progress: Progress) -> None:
-        with loading_jax(stderr=True):
-            from maxmars.distributed import programs, sharding
-            from maxmars.eval import load
-            from maxmars.eval.generate import Sampling
-            from maxmars.eval.trained_model import find_target
+    # A model on the hub is fetched, which has its line.
+    target = find_target(arguments.target, trust_code=arguments.trust_code)
+    with progress.waiting(f"loading {arguments.target}"):
+        mesh = sharding.make_mesh(arguments.mesh)
+        programs.keep_in_cache(mesh.devices.flat[0].platform)
+        trained = load(target, mesh=mesh)
+    sampling = Sampling(
+        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p
+    )
+    seen = Counter[bytes]()
 
-        self._arguments, self._progress = arguments, progress
-        self._sampling = Sampling(
-            temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p
-        )
-        # A model on the hub is fetched, which has its line.
-        target = find_target(arguments.target, trust_code=arguments.trust_code)
-        with progress.waiting(f"loading {arguments.target}"):
-            mesh = sharding.make_mesh(arguments.mesh)
-            programs.keep_in_cache(mesh.devices.flat[0].platform)
-            self._trained = load(target, mesh=mesh)
-        self._seen = Counter[bytes]()
-
-    def stream(self, prompts: list[str]) -> Iterator[TextPiece]:
-        """The text of all prompts as it comes; a line says that the first piece is waited for."""
-        from maxmars.eval.generate import stream_texts
-
+    def stream(prompts: list[str]) -> Iterator[TextPiece]:
         pieces = stream_texts(
-            self._trained,
+            trained,
             prompts,
-            max_new_tokens=self._arguments.max_new_tokens,
-            sampling=self._sampling,
-            seed=self._arguments.seed,
-            batch_size=self._arguments.batch_size,
-            seen=self._seen,
+            max_new_tokens=arguments.max_new_tokens,
+            sampling=sampling,
+            seed=arguments.seed,
+            batch_size=arguments.batch_size,
+            seen=seen,
         )
-        with self._progress.waiting("compiling for this length"):
+        with progress.waiting("compiling for this length"):
             first = next(pieces)
         yield first
         yield from pieces
+
+    return stream
 
 
 def _in_order(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
@@ -242,23 +235,22 @@ def _json_lines(prompts: list[str], pieces: Iterable[TextPiece]) -> Iterator[str
 
 
 def _json_line(prompt: str, pieces: list[TextPiece]) -> str:
-    end = pieces[-1].end if pieces else None
     fields = {
         "prompt": prompt,
         "continuation": "".join(piece.text for piece in pieces),
         "num_tokens": sum(piece.num_tokens for piece in pieces),
-        "end": end or "interrupted",
+        "end": (pieces[-1].end if pieces else None) or "interrupted",
     }
     return json.dumps(fields, ensure_ascii=False)
 
 
-def _answer(model: _Model, *, as_json: bool) -> None:
+def _answer(stream: Callable[[list[str]], Iterator[TextPiece]], *, as_json: bool) -> None:
     """Continue one prompt after the other as they are read."""
     while (prompt := _ask()) is not None:
         rates = _Rates(time.monotonic())
         came: list[TextPiece] = []
         try:
-            for piece in rates.count(model.stream([prompt])):
+            for piece in rates.count(stream([prompt])):
                 if not as_json:
                     print(piece.text if came else prompt + piece.text, end="", flush=True)
                 came.append(piece)
@@ -281,7 +273,8 @@ def _ask() -> str | None:
         else:
             if is_terminal:
                 print("> ", end="", file=sys.stderr, flush=True)
-            line = sys.stdin.readline() if sys.stdin is not None else ""
+            with about("standard input"):
+                line = sys.stdin.readline() if sys.stdin is not None else ""
             if not line:
                 raise EOFError
             prompt = line.removesuffix("\n")
@@ -289,10 +282,6 @@ def _ask() -> str | None:
         if is_terminal:
             print(file=sys.stderr)
         return None
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            "standard input is not UTF-8 text; --interactive reads prompts."
-        ) from error
     _check_is_text(prompt, "the prompt")
     return prompt
 

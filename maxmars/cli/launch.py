@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from maxmars.cli.parse import (
 from maxmars.cli.train import TrainArguments
 from maxmars.config import TrainConfig
 from maxmars.config.checks import UsageError
-from maxmars.config.load import load_config, named_configs
+from maxmars.config.load import load_config
 from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape
 from maxmars.config.user_code import sources_in
 from maxmars.launch import gke, slurm, tpu_vm
@@ -34,7 +33,6 @@ from maxmars.launch.job import (
     Job,
     PackedCheckout,
     RunOptions,
-    check_shared_workdir,
     log,
     pack,
     remark,
@@ -91,6 +89,7 @@ def run(argv: list[str]) -> int:
     if rest and rest[0] in platform.actions:
         target = parse_options(platform.target, rest[1:], prog=f"maxmars launch {name} {rest[0]}")
         target.check()
+        require(platform.program)
         try:
             return platform.actions[rest[0]](target) or 0
         except KeyboardInterrupt:
@@ -98,7 +97,12 @@ def run(argv: list[str]) -> int:
                 raise
             log("\nno longer showing the log; the run goes on")
             return 130
-    _refuse_other_action(name, rest[:1])
+    others = {action for other in _PLATFORMS.values() for action in other.actions}
+    if rest and rest[0] in others:
+        raise UsageError(
+            f"maxmars launch {name} has no action {rest[0]}; its actions are "
+            f"{', '.join(platform.actions)}. A CONFIG in that place starts a run."
+        )
     end = rest.index("--") if "--" in rest else len(rest)
     given = _with_values(rest[:end])
 
@@ -113,22 +117,8 @@ def run(argv: list[str]) -> int:
             return f" (an option of `maxmars train`, which goes after --: `... -- {word} VALUE`)"
         return choice_meant(f"maxmars launch {name}", spec, word, value)
 
-    prog = f"maxmars launch {name}"
-    options = parse_options(platform.options, given, prog=prog, meant=meant)
-    return platform.start(options, tuple(rest[end + 1 :])) or 0
-
-
-def _refuse_other_action(name: str, first: list[str]) -> None:
-    """Refuse a word in the place of CONFIG that is no config, but like an action of a platform."""
-    actions = {action for platform in _PLATFORMS.values() for action in platform.actions}
-    known = named_configs()
-    for word in first:
-        closest = difflib.get_close_matches(word, [*known, *sorted(actions)], n=1)
-        if word.isalpha() and word not in known and actions.intersection(closest):
-            raise UsageError(
-                f"maxmars launch {name} has no action {word}; its actions are "
-                f"{', '.join(_PLATFORMS[name].actions)}. A CONFIG in that place starts a run."
-            )
+    options = parse_options(platform.options, given, prog=f"maxmars launch {name}", meant=meant)
+    return _start(platform, options, tuple(rest[end + 1 :]))
 
 
 def _with_values(words: list[str]) -> list[str]:
@@ -142,18 +132,13 @@ def _with_values(words: list[str]) -> list[str]:
     return joined
 
 
-def _job(
-    options: RunOptions,
-    train: tuple[str, ...],
-    workdir: str,
-    *,
-    chips: int,
-    slices: int = 1,
-    network_size: int = 1,
-    prolog: Path | None = None,
-    check: Callable[[TrainConfig, PackedCheckout], None],
-) -> Job:
-    """The run, checked as `maxmars train` would, and by `check`: before anything is rented."""
+def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
+    """Check a run as `maxmars train` would, and more, before anything is rented; then start it."""
+    options.check()
+    if not options.dry_run:
+        require(platform.program)
+    workdir, machines = options.shared_workdir(), platform.machines(options)
+    environment = take_environment(options.env)
     sources = sources_in(load_config(options.config))
     try:
         parsed = parse_arguments(TrainArguments, [options.config, *train], prog="maxmars train")
@@ -165,74 +150,104 @@ def _job(
             "--workdir goes before --, and the machines tell each process its place: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
-    if (given := list(map(repr, sources_in(parsed.config)))) != list(map(repr, sources)):
+    if (named := list(map(repr, sources_in(parsed.config)))) != list(map(repr, sources)):
         raise UsageError(
-            f"the functions {', '.join(given)} are not those that "
+            f"the functions {', '.join(named)} are not those that "
             f"{options.config} names, whose files go along; name them in the config file."
         )
-    if chips:
-        mesh = choose_mesh(parsed.config.mesh, parsed.config.model, network_size)
-        check_mesh(parsed.config, mesh_shape(mesh, chips, slices))
+    if machines.devices:
+        mesh = choose_mesh(parsed.config.mesh, parsed.config.model, machines.network_size)
+        check_mesh(parsed.config, mesh_shape(mesh, machines.devices, machines.slices))
     checkout = pack(
-        options.config,
-        sources=sources,
-        setup=options.setup,
-        prolog=prolog,
-        include=options.include,
+        options.config, sources=sources, scripts=options.scripts, include=options.include
     )
     if files := checkout.untracked:
         more = f" and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
         names = ", ".join(files[:_MOST_NAMED])
         remark(f"git does not track, and goes along: {names}{more}")
-    check(parsed.config, checkout)
-    return Job(
+    platform.check(options, parsed.config, checkout)
+    job = Job(
         name=options.name,
         checkout=checkout,
         workdir=workdir,
         train_arguments=train,
-        environment=take_environment(options.env),
+        environment=environment,
+    )
+    say_size(options.name, machines.hosts, machines.chips, machines.kind, options.price)
+    if options.dry_run:
+        print(platform.describe(options, job), end="")
+        return 0
+    return platform.launch(options, job) or 0
+
+
+class _Machines(NamedTuple):
+    """What a run is started on."""
+
+    hosts: int
+    chips: int
+    kind: str
+    devices: int
+    """As JAX counts; 0 if only the hosts know."""
+    network_size: int
+    """Devices that one fast network joins."""
+    slices: int = 1
+
+
+def _slices(options: TpuOptions | GkeOptions) -> _Machines:
+    shape, slices = options.slice, options.num_slices
+    return _Machines(
+        hosts=slices * shape.num_hosts,
+        chips=slices * shape.num_chips,
+        kind=shape.chip.name,
+        devices=slices * shape.num_devices,
+        network_size=shape.network_size,
+        slices=slices,
     )
 
 
-def _start_tpu(options: TpuOptions, train: tuple[str, ...]) -> int:
-    options.check()
-    workdir = check_shared_workdir(options.workdir)
-    chips, slices = options.num_chips, options.num_slices
+def _nodes(options: SlurmOptions) -> _Machines:
+    gpus = options.nodes * options.gpus_per_node
+    return _Machines(
+        hosts=options.nodes,
+        chips=gpus or options.nodes,
+        kind="GPU" if gpus else "CPU",
+        devices=gpus,
+        network_size=options.gpus_per_node,
+    )
 
-    def check(config: TrainConfig, checkout: PackedCheckout) -> None:
-        way = "mount or copy it by --setup FILE.sh"
-        check_data_reach(config.data, options, checkout, mounts=(), way=way)
+
+def _check_tpu(options: TpuOptions, config: TrainConfig, checkout: PackedCheckout) -> None:
+    way = "mount or copy it by --setup FILE.sh"
+    check_data_reach(config.data, options, checkout, mounts=(), way=way)
+    check_trackers_reach(config.log, options, has_package=False)
+
+
+def _check_gke(options: GkeOptions, config: TrainConfig, checkout: PackedCheckout) -> None:
+    mounts = [claim.partition(":")[2] for claim in options.claim]
+    way = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
+    if options.patch is None:  # which may mount anything
+        check_data_reach(config.data, options, checkout, mounts=mounts, way=way)
+    if options.install:
         check_trackers_reach(config.log, options, has_package=False)
 
-    job = _job(
-        options,
-        train,
-        workdir,
-        chips=chips,
-        slices=slices,
-        network_size=chips // slices,
-        check=check,
-    )
-    shape = options.slice
-    hosts = slices * shape.num_hosts
-    say_size(options.name, hosts, slices * shape.num_chips, shape.chip.name, options.price)
-    if options.dry_run:
-        print(tpu_vm.describe(options, job), end="")
-        return 0
-    try:
-        return tpu_vm.Launcher(options, job).run()
-    except KeyboardInterrupt:
-        log(
-            "\nno longer watching: the run goes on, but nothing restarts it after a preemption. "
-            "The same command watches again; `maxmars launch tpu-vm stop` ends the run."
+
+def _check_slurm(options: SlurmOptions, config: TrainConfig, checkout: PackedCheckout) -> None:
+    size = options.gpus_per_node
+    if options.prolog is None:
+        check_trackers_reach(config.log, options, has_package=True)
+    for path in token_directories(config.data):
+        if not path.startswith(("gs://", "/")):
+            remark(
+                f"warning: --data.path {path} is relative: each node reads {Path.cwd() / path}, "
+                "which must be on a disk that they share"
+            )
+    if not size and (count := parameters(config)) > _LARGE:
+        remark(f"warning: {count / 1e6:.0f}M parameters train on CPUs, as --gpus-per-node is 0")
+    if size and not options.asks_for_cores:
+        remark(
+            f"warning: no cores are asked for, and SLURM's default is one for {size} GPUs; "
+            f"add --cpus-per-task, such as {8 * (size if options.process_per == 'node' else 1)}"
         )
-        return 130
-
-
-def _found(tpu: TpuVm) -> TpuVm:
-    tpu.check()
-    require("gcloud")
-    return tpu.as_it_is()
 
 
 def _ask_hosts(tpu: TpuVm, words: str) -> None:
@@ -241,7 +256,7 @@ def _ask_hosts(tpu: TpuVm, words: str) -> None:
 
 
 def _tpu_status(tpu: TpuVm) -> None:
-    tpu = _found(tpu)
+    tpu = tpu.as_it_is()
     state = tpu.state()
     log(f"{tpu.name}: {state.text}")
     if state.phase == "ready":
@@ -249,7 +264,7 @@ def _tpu_status(tpu: TpuVm) -> None:
 
 
 def _tpu_logs(tpu: TpuVm) -> None:
-    ended, _ = _found(tpu).follow_log()
+    ended, _ = tpu.as_it_is().follow_log()
     if not ended:
         raise ValueError(
             f"the connection to {tpu.name} ended; `maxmars launch tpu-vm status` tells."
@@ -257,73 +272,24 @@ def _tpu_logs(tpu: TpuVm) -> None:
 
 
 def _tpu_stop(tpu: TpuVm) -> None:
-    _ask_hosts(_found(tpu), "stop")
+    _ask_hosts(tpu.as_it_is(), "stop")
 
 
 def _tpu_delete(tpu: TpuVm) -> None:
-    log(f"{tpu.name}: {'deleted' if _found(tpu).remove() else 'there is none'}")
-
-
-def _start_gke(options: GkeOptions, train: tuple[str, ...]) -> None:
-    options.check()
-    workdir = check_shared_workdir(options.workdir)
-    slices, shape = options.num_slices, options.slice
-    chips, size = slices * shape.num_devices, shape.network_size
-
-    def check(config: TrainConfig, checkout: PackedCheckout) -> None:
-        mounts = [claim.partition(":")[2] for claim in options.claim]
-        way = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
-        if options.patch is None:  # which may mount anything
-            check_data_reach(config.data, options, checkout, mounts=mounts, way=way)
-        if options.install:
-            check_trackers_reach(config.log, options, has_package=False)
-
-    job = _job(options, train, workdir, chips=chips, slices=slices, network_size=size, check=check)
-    hosts = slices * shape.num_hosts
-    say_size(options.name, hosts, slices * shape.num_chips, shape.chip.name, options.price)
-    if options.dry_run:
-        print(gke.describe(options, job), end="")
-    else:
-        gke.launch(options, job)
-
-
-def _start_slurm(options: SlurmOptions, train: tuple[str, ...]) -> None:
-    options.check()
-    workdir = options.absolute_workdir()
-    size = options.gpus_per_node
-    chips, prolog = options.nodes * size, options.prolog
-
-    def check(config: TrainConfig, checkout: PackedCheckout) -> None:
-        if prolog is None:
-            check_trackers_reach(config.log, options, has_package=True)
-        for path in token_directories(config.data):
-            if not path.startswith(("gs://", "/")):
-                remark(
-                    f"warning: --data.path {path} is relative: each node reads "
-                    f"{Path.cwd() / path}, which must be on a disk that they share"
-                )
-        if not chips and (count := parameters(config)) > _LARGE:
-            remark(f"warning: {count / 1e6:.0f}M parameters train on CPUs, as --gpus-per-node is 0")
-        if size and not options.asks_for_cores:
-            remark(
-                f"warning: no cores are asked for, and SLURM's default is one for {size} GPUs; "
-                f"add --cpus-per-task, such as {8 * (size if options.process_per == 'node' else 1)}"
-            )
-
-    job = _job(options, train, workdir, chips=chips, network_size=size, prolog=prolog, check=check)
-    kind = "GPU" if size else "CPU"
-    say_size(options.name, options.nodes, chips or options.nodes, kind, options.price)
-    if options.dry_run:
-        print(slurm.script(options, job, directory=Path.cwd()), end="")
-    else:
-        slurm.launch(options, job, directory=Path.cwd())
+    log(f"{tpu.name}: {'deleted' if tpu.as_it_is().remove() else 'there is none'}")
 
 
 class _Platform(NamedTuple):
+    program: str
+    """The user's own, which does what is asked."""
     options: type[RunOptions]
     """Options that start a run."""
-    start: Callable[[Any, tuple[str, ...]], int | None]
-    """Starts a run; takes the options and the words after `--`."""
+    machines: Callable[[Any], _Machines]
+    check: Callable[[Any, TrainConfig, PackedCheckout], None]
+    """Refuses what would fail there, and warns of what is unwise."""
+    describe: Callable[[Any, Job], str]
+    """What a dry run prints."""
+    launch: Callable[[Any, Job], int | None]
     target: type[Any]
     """Options that name what an action is for."""
     actions: Mapping[str, Callable[[Any], int | None]]
@@ -331,20 +297,32 @@ class _Platform(NamedTuple):
 
 _PLATFORMS = {
     "tpu-vm": _Platform(
+        "gcloud",
         TpuOptions,
-        _start_tpu,
+        _slices,
+        _check_tpu,
+        tpu_vm.describe,
+        tpu_vm.launch,
         TpuVm,
         {"status": _tpu_status, "logs": _tpu_logs, "stop": _tpu_stop, "delete": _tpu_delete},
     ),
     "gke": _Platform(
+        "kubectl",
         GkeOptions,
-        _start_gke,
+        _slices,
+        _check_gke,
+        gke.describe,
+        gke.launch,
         JobSet,
         {"status": JobSet.show_status, "logs": JobSet.show_logs, "delete": JobSet.delete},
     ),
     "slurm": _Platform(
+        "sbatch",
         SlurmOptions,
-        _start_slurm,
+        _nodes,
+        _check_slurm,
+        slurm.script,
+        slurm.launch,
         SlurmName,
         {"status": SlurmName.show_status, "stop": SlurmName.stop},
     ),

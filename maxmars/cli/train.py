@@ -98,6 +98,9 @@ def run(argv: list[str]) -> int:
 
 
 def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
+    profile = _parse_steps(arguments.profile)
+    if arguments.init_optimizer_state and arguments.init_from is None:
+        raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
     # Imported late, as --help and wrong arguments need not wait for them.
     from maxmars.distributed.progress import loading_jax
 
@@ -114,9 +117,6 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
         init_from = InitFrom(
             path=arguments.init_from, optimizer_state=arguments.init_optimizer_state
         )
-    elif arguments.init_optimizer_state:
-        raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
-    profile = _parse_steps(arguments.profile)
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
     workdir = resolve(arguments.workdir or _default_workdir(arguments))
     with naming(workdir), Life(workdir) as life:

@@ -7,6 +7,7 @@ same words as the config's checks, and refuse an option of several values that h
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import typing
 from collections.abc import Callable
@@ -44,9 +45,20 @@ _WORDS: dict[Any, dict[str, Any]] = {
 }
 
 
-def _one_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+@functools.cache  # a config has a hundred fields of twenty types, and tyro asks for each ten times
+def _spec_of(hint: Any) -> PrimitiveConstructorSpec[Any] | None:
+    """How words become a value of a type; None leaves it to tyro."""
+    kinds = kinds_of(hint)
+    tuples = [kind for kind in kinds if (typing.get_origin(kind) or kind) is tuple]
+    if tuples and set(kinds) == {*tuples[:1], type(None)}:
+        return _several_or_none(tuples[0])
+    if tuples == kinds:
+        return _several_values(tuples[0])
+    return _own_function(kinds) or _one_value(hint, kinds) or _named_values(hint, kinds)
+
+
+def _one_value(hint: Any, kinds: list[Any]) -> PrimitiveConstructorSpec[Any] | None:
     """A type of one word, such as `int`, `Literal["a", "b"]` or `float | None`."""
-    kinds = kinds_of(info.type)
     named = _words_of(kinds)
     if not all(kind in _TYPES or _words_of([kind]) for kind in kinds):
         return None
@@ -59,21 +71,20 @@ def _one_value(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         for _, meaning in others:
             with contextlib.suppress(ValueError):
                 return meaning(word)
-        raise ValueError(f"{word} must be {expected(info.type)}{did_you_mean(word, named)}.")
+        raise ValueError(f"{word} must be {expected(hint)}{did_you_mean(word, named)}.")
 
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar="|".join([*(metavar for metavar, _ in others), *named]),
         instance_from_str=read,
-        is_instance=lambda value: fits(value, info.type),
+        is_instance=lambda value: fits(value, hint),
         str_from_instance=lambda value: [str(value)],
     )
 
 
-def _own_function(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+def _own_function(kinds: list[Any]) -> PrimitiveConstructorSpec[Any] | None:
     """A function of the user's own: a text, of which the config makes a `Source` here, so that its
     path is relative to where it is typed."""
-    kinds = kinds_of(info.type)
     if Source not in kinds:
         return None
     optional = type(None) in kinds
@@ -96,15 +107,13 @@ def _own_function(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | No
     )
 
 
-def _several_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+def _several_values(hint: Any) -> PrimitiveConstructorSpec[Any] | None:
     """A tuple of such types, which for options of the user's own are those of the config file."""
-    if tuple not in (info.type, info.type_origin) or tyro.conf.UseAppendAction in info.markers:
-        return None
-    kinds = typing.get_args(info.type)  # none where the config file gives ()
+    kinds = typing.get_args(hint)  # none where the config file gives ()
     varies = kinds[1:] == (Ellipsis,)
-    inner = [PrimitiveTypeInfo.make(kind, info.markers) for kind in kinds if kind is not Ellipsis]
-    specs = [spec for one in inner if (spec := _one_value(one) or _own_function(one)) is not None]
-    if len(specs) < len(inner):
+    each = [_spec_of(kind) for kind in kinds if kind is not Ellipsis]
+    specs = [spec for spec in each if spec is not None and spec.nargs == 1]
+    if len(specs) < len(each):
         return None  # parts of a mixture, of which each field is an option
 
     def read(words: list[str]) -> tuple[Any, ...]:
@@ -114,12 +123,12 @@ def _several_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | 
             raise ValueError(
                 f"{' '.join(words)} must be {len(specs)} values, as the config file gives them."
             )
-        each = zip(itertools.cycle(specs), words, strict=False)
-        return tuple(spec.instance_from_str([word]) for spec, word in each)
+        pairs = zip(itertools.cycle(specs), words, strict=False)
+        return tuple(spec.instance_from_str([word]) for spec, word in pairs)
 
     def written(values: tuple[Any, ...]) -> list[str]:
-        each = zip(itertools.cycle(specs), values, strict=False)
-        return [word for spec, value in each for word in spec.str_from_instance(value)]
+        pairs = zip(itertools.cycle(specs), values, strict=False)
+        return [word for spec, value in pairs for word in spec.str_from_instance(value)]
 
     return PrimitiveConstructorSpec(
         nargs="*",
@@ -130,13 +139,9 @@ def _several_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | 
     )
 
 
-def _several_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+def _several_or_none(hint: Any) -> PrimitiveConstructorSpec[Any] | None:
     """Such a tuple, or the word None."""
-    kinds = kinds_of(info.type)
-    tuples = [kind for kind in kinds if typing.get_origin(kind) is tuple]
-    if len(tuples) != 1 or set(kinds) != {*tuples, type(None)}:
-        return None
-    spec = _several_values(PrimitiveTypeInfo.make(tuples[0], info.markers))
+    spec = _several_values(hint)
     if spec is None:
         return None
     return PrimitiveConstructorSpec(
@@ -152,11 +157,9 @@ def _several_or_none(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] |
     )
 
 
-def _named_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+def _named_values(hint: Any, kinds: list[Any]) -> PrimitiveConstructorSpec[Any] | None:
     """Texts by name, such as options of a compiler, or a word in place of them all."""
-    kinds = kinds_of(info.type)
-    of_dicts = [kind for kind in kinds if typing.get_origin(kind) is dict]
-    if not of_dicts or len(kinds) == 1:
+    if len(kinds) == 1 or dict not in map(typing.get_origin, kinds):
         return None  # a dict alone: each key that the config file gives is an option
     alone = _words_of(kinds)
 
@@ -168,8 +171,8 @@ def _named_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | No
         pairs = [word.partition("=") for word in words]
         for word, (name, equals, _) in zip(words, pairs, strict=True):
             if not (name and equals):
-                hint = did_you_mean(word, alone)
-                raise ValueError(f"{word} must be NAME=VALUE or {' or '.join(alone)}{hint}.")
+                meant = did_you_mean(word, alone)
+                raise ValueError(f"{word} must be NAME=VALUE or {' or '.join(alone)}{meant}.")
         return {name: value for name, _, value in pairs}
 
     def written(value: Any) -> list[str]:
@@ -180,7 +183,7 @@ def _named_values(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | No
         nargs="*",
         metavar="|".join(["NAME=VALUE ...", *alone]),
         instance_from_str=read,
-        is_instance=lambda value: fits(value, info.type),
+        is_instance=lambda value: fits(value, hint),
         str_from_instance=written,
     )
 
@@ -197,8 +200,9 @@ def _words_of(kinds: list[Any]) -> dict[str, Any]:
 
 
 VALUES = ConstructorRegistry()
-VALUES.primitive_rule(_one_value)
-VALUES.primitive_rule(_own_function)
-VALUES.primitive_rule(_several_values)
-VALUES.primitive_rule(_several_or_none)
-VALUES.primitive_rule(_named_values)
+
+
+@VALUES.primitive_rule
+def _rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    is_repeated = tyro.conf.UseAppendAction in info.markers and info.type_origin is tuple
+    return None if is_repeated else _spec_of(info.type)

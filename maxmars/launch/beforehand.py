@@ -71,15 +71,10 @@ def check_trackers_reach(log: LogConfig, options: RunOptions, *, has_package: bo
         return
     wanted = {"wandb": log.wandb is not None, "tensorboardX": log.tensorboard}
     for package, field in _PACKAGES.items():
-        if wanted[package] and not has_package:
+        if wanted[package] and not (has_package and importlib.util.find_spec(package)):
             raise UsageError(
-                f"--{field} needs the package {package}, which the hosts do not get; install it "
-                "there by --setup FILE.sh, or leave it out."
-            )
-        if wanted[package] and importlib.util.find_spec(package) is None:
-            raise UsageError(
-                f"--{field} needs the package {package}, which is not installed here, and the run "
-                f"uses this Python: pip install {package}."
+                f"--{field} needs the package {package}, which the run's Python does not have; "
+                "install it there, on hosts elsewhere by --setup FILE.sh, or leave it out."
             )
     if log.wandb == "online" and _KEY not in options.env and not (has_package and _has_key()):
         raise UsageError(

@@ -9,6 +9,7 @@ else restarts it, such as a node that is taken away, or the exit code 75 of a ru
 from __future__ import annotations
 
 import base64
+import functools
 import re
 import shlex
 import subprocess
@@ -24,12 +25,12 @@ from maxmars.config.checks import UsageError
 from maxmars.config.chips import Shape, parse_shape
 from maxmars.launch.job import (
     CONSTRAINTS,
+    SETUP,
     Job,
     RunOptions,
     check_name,
     check_word,
     log,
-    require,
     run_or_fail,
     run_program,
 )
@@ -39,7 +40,6 @@ _CONTAINER = "maxmars"
 _PORT = 8476
 _SPOT = "cloud.google.com/gke-spot"
 _MAX_CONFIG_MAP_BYTES = 1_000_000
-_MANY_PODS = 8
 
 # Google's names of nodes, by its pages "Plan TPUs in GKE" and those on GPUs.
 _ACCELERATORS = {
@@ -98,8 +98,6 @@ class JobSet:
 
     def show_status(self) -> int:
         """Show the JobSet's state and its pods; kubectl's exit code."""
-        self.check()
-        require("kubectl")
         selector = f"--selector=jobset.sigs.k8s.io/jobset-name={self.name}"
         jobset = self.kubectl("get", f"jobset/{self.name}")
         pods = self.kubectl("get", "pods", selector, "--output=wide")
@@ -107,8 +105,6 @@ class JobSet:
 
     def show_logs(self) -> int:
         """Follow the first host's log; kubectl's exit code."""
-        self.check()
-        require("kubectl")
         first = "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
         selector = f"--selector=jobset.sigs.k8s.io/jobset-name={self.name},{first}"
         options = ["--follow", "--tail=-1", f"--container={_CONTAINER}"]
@@ -120,8 +116,6 @@ class JobSet:
         Raises:
           ValueError: kubectl fails, for example because there is no such JobSet.
         """
-        self.check()
-        require("kubectl")
         run_or_fail(self.kubectl("delete", f"jobset/{self.name}"))
         run_or_fail(self.delete_files())
         log(f"deleted JobSet {self.name}")
@@ -181,7 +175,7 @@ class GkeOptions(RunOptions, JobSet):
     service_account: Annotated[str | None, arg(metavar="NAME")] = None
     """Kubernetes service account of the pods; None takes that of the namespace."""
 
-    @property
+    @functools.cached_property
     def slice(self) -> Shape:
         """One slice, or all GPUs.
 
@@ -364,7 +358,7 @@ def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
 
 def _container_script(options: GkeOptions, job: Job) -> str:
     extra = "tpu" if options.has_tpu else "cuda"
-    setup = "# no --setup" if job.checkout.setup is None else f"bash {job.checkout.setup}"
+    setup = "# no --setup" if options.setup is None else f"bash {SETUP}"
     ranks = ""  # GKE tells the hosts of a TPU slice their place in the run
     if not options.has_tpu:
         ranks = f" --num-processes {options.slice.num_hosts}"
@@ -433,11 +427,9 @@ def launch(options: GkeOptions, job: Job) -> None:
     """Create the JobSet, with its ConfigMap and Secret.
 
     Raises:
-      FileNotFoundError: there is no kubectl.
       ValueError: the checkout is too large for a ConfigMap, a JobSet of this name is there, or
         kubectl fails.
     """
-    require("kubectl")
     archive = job.checkout.archive
     if len(archive) > _MAX_CONFIG_MAP_BYTES:
         raise ValueError(
@@ -460,12 +452,6 @@ def launch(options: GkeOptions, job: Job) -> None:
     if job.environment:
         values = {"stringData": dict(job.environment)}
         _create(options, "Secret", f"{job.name}-environment", values)
-    pods = options.num_slices * options.slice.num_hosts
-    if options.install and pods >= _MANY_PODS:
-        log(
-            f"each of {pods} pods runs pip at each start; with an --image that has the packages, "
-            "and --no-install, they start faster and need no package index"
-        )
     _create(options, "JobSet", job.name, jobset(options, job))
     log(f"see `maxmars launch gke status|logs|delete {where}`")
 

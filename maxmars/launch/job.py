@@ -21,6 +21,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Annotated
 
 from tyro.conf import Positional, arg
@@ -49,13 +50,12 @@ FAILED = "failed.json"
 """File in the workdir, of a process that failed by an error of its own; see `train.lives`. It
 begins with the job that it is of."""
 
+SETUP = "launch-setup.sh"
+"""File in the archive, of the user's script that runs on each host before the run."""
 PROLOG = "launch-prolog.sh"
-"""File in the archive, of a script that SLURM's batch script sources."""
+"""Another, which SLURM's batch script sources."""
 
-_SETUP = "launch-setup.sh"
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-# In a checkout without git, at its top and anywhere.
-_LEFT_OUT_AT_TOP, _LEFT_OUT = {"runs", "data"}, {"__pycache__", "node_modules"}
 # Not needed by a run; without them a ConfigMap has room for more. pip reads the topmost README.
 _NOT_NEEDED = {"tests", "tools", ".github", ".ci"}
 _MAX_BYTES = 50_000_000
@@ -104,6 +104,20 @@ class RunOptions(CheckedConfig):
     dry_run: bool = False
     """Print every command and file, and run nothing."""
 
+    def shared_workdir(self) -> str:
+        """The working directory, which means the same on every host.
+
+        Raises:
+          UsageError: it is neither an absolute path nor in a bucket.
+        """
+        example = "/mnt/runs/run1, a path that every host reaches, or gs://bucket/run1"
+        return check_word(self.workdir, "--workdir", r"(gs://[^/\s]+)?/[^\s\x00-\x1f]*", example)
+
+    @property
+    def scripts(self) -> dict[str, Path]:
+        """The user's scripts that go along, by their names in the archive."""
+        return {} if self.setup is None else {SETUP: self.setup}
+
 
 @dataclass(frozen=True)
 class PackedCheckout:
@@ -113,17 +127,14 @@ class PackedCheckout:
     """A .tar.gz; the same files give the same bytes."""
     config: str
     """CONFIG of `maxmars train`, relative to the top of the archive."""
-    setup: str | None
-    """The user's script to run before, relative to the top."""
-    num_files: int
+    names: Sequence[str]
+    """Of the files in it, relative to the top."""
     untracked: Sequence[str] = ()
     """Files of the checkout among them that git does not track, and nobody named."""
 
     def has(self, path: str) -> bool:
         """Whether a relative path, from the top, is that of a file or a folder in the archive."""
-        with tarfile.open(fileobj=io.BytesIO(self.archive)) as tar:
-            names = (PurePosixPath(name) for name in tar.getnames())
-            return any(name.is_relative_to(path) for name in names)
+        return any(PurePosixPath(name).is_relative_to(path) for name in self.names)
 
     @property
     def digest(self) -> str:
@@ -133,7 +144,7 @@ class PackedCheckout:
     @property
     def size(self) -> str:
         """Number of files and size, for the user."""
-        return f"{self.num_files} files of the checkout, {len(self.archive) / 1000:.0f} kB"
+        return f"{len(self.names)} files of the checkout, {len(self.archive) / 1000:.0f} kB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +175,7 @@ def pack(
     config: str,
     *,
     sources: Sequence[Source] = (),
-    setup: Path | None = None,
-    prolog: Path | None = None,
+    scripts: Mapping[str, Path] = MappingProxyType({}),
     include: Sequence[str] = (),
     root: Path | None = None,
 ) -> PackedCheckout:
@@ -175,8 +185,7 @@ def pack(
       config: CONFIG of `maxmars train`; a file outside the checkout is packed as well.
       sources: the functions of the user's own that the config names; their files
         keep their places beside the config file.
-      setup: a bash script to pack, which runs on every host.
-      prolog: another, which a batch script sources.
+      scripts: bash scripts, by their names in the archive.
       include: files, relative to `root`, to pack in any case.
       root: the checkout; by default that of the maxmars which is running.
 
@@ -192,7 +201,9 @@ def pack(
             f"{root} is no checkout of maxmars (there is no pyproject.toml), and only a checkout "
             "can be packed for other machines: install maxmars by `pip install -e CHECKOUT`."
         )
-    files, untracked = _files(root)
+    require("git")
+    with about("only a checkout that git knows can be packed for other machines"):
+        files, untracked = _files(root)
     include = [os.path.normpath(file) for file in include]
     for file in include:
         if not (root / file).is_file() or file.startswith(("..", "/")):
@@ -228,10 +239,7 @@ def pack(
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
     lines = [f"{package}=={v}\n" for package, v in versions.items() if "+" not in v]
     contents[CONSTRAINTS] = "".join(lines).encode()
-    if setup is not None:
-        contents[_SETUP] = setup.read_bytes()
-    if prolog is not None:
-        contents[PROLOG] = prolog.read_bytes()
+    contents |= {name: script.read_bytes() for name, script in scripts.items()}
     if sum(map(len, contents.values())) > _MAX_BYTES:
         largest = max(contents, key=lambda name: len(contents[name]))
         raise ValueError(
@@ -241,8 +249,7 @@ def pack(
     return PackedCheckout(
         archive=_archive(contents),
         config=f"{name}:{choices}" if choices else name,
-        setup=None if setup is None else _SETUP,
-        num_files=len(contents),
+        names=sorted(contents),
         untracked=[name for name in untracked if name not in named],
     )
 
@@ -260,35 +267,20 @@ def _is_needed(path: Path) -> bool:
 
 def _files(root: Path) -> tuple[list[str], list[str]]:
     """Relative paths of the files to pack, and those of them that git does not track; sorted."""
-    if (root / ".git").exists() and shutil.which("git") is not None:
-        command = ["git", "-C", str(root), "-c", "safe.directory=*", "ls-files", "-z"]
-        kinds = ["--cached"], ["--others", "--exclude-standard"]
-        listed = [run_program([*command, *options]) for options in kinds]
-        if all(done.returncode == 0 for done in listed):
-            tracked, others = (
-                {
-                    name
-                    for name in done.stdout.split("\0")
-                    if name and (root / name).is_file() and _is_needed(Path(name))
-                }
-                for done in listed
-            )
-            return sorted(tracked | others), sorted(others)
-    paths = [path.relative_to(root) for path in root.rglob("*") if path.is_file()]
-    names = sorted(
-        str(path)
-        for path in paths
-        if _is_needed(path)
-        and path.parts[0] not in _LEFT_OUT_AT_TOP
-        and not any(name.startswith(".") or name in _LEFT_OUT for name in path.parts)
-    )
-    return names, []
+
+    def listed(*options: str) -> set[str]:
+        command = ["git", "-C", str(root), "-c", "safe.directory=*", "ls-files", "-z", *options]
+        names = filter(None, run_or_fail(command).split("\0"))
+        return {name for name in names if (root / name).is_file() and _is_needed(Path(name))}
+
+    others = listed("--others", "--exclude-standard")
+    return sorted(listed("--cached") | others), sorted(others)
 
 
 def _archive(contents: dict[str, bytes]) -> bytes:
     file = io.BytesIO()
     with (
-        gzip.GzipFile(fileobj=file, mode="wb", mtime=0) as compressed,
+        gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, mtime=0) as compressed,
         tarfile.open(fileobj=compressed, mode="w") as tar,
     ):
         for name in sorted(contents):
@@ -318,16 +310,6 @@ def check_name(name: str) -> None:
     check_word(name, "--name", r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", example)
 
 
-def check_shared_workdir(workdir: str) -> str:
-    """A working directory that means the same on every host.
-
-    Raises:
-      UsageError: it is neither an absolute path nor in a bucket.
-    """
-    example = "/mnt/runs/run1, a path that every host reaches, or gs://bucket/run1"
-    return check_word(workdir, "--workdir", r"(gs://[^/\s]+)?/[^\s\x00-\x1f]*", example)
-
-
 def take_environment(names: Sequence[str]) -> dict[str, str]:
     """Values of these variables here.
 
@@ -354,6 +336,7 @@ _INSTALL = {
     "`gcloud auth login` and `gcloud config set project PROJECT`",
     "kubectl": "install it (`gcloud components install kubectl gke-gcloud-auth-plugin`), then "
     "`gcloud container clusters get-credentials CLUSTER`",
+    "git": "install git, which says which files of a checkout a run needs",
     "sbatch": "run this on a login node of a SLURM cluster",
 }
 

@@ -25,17 +25,16 @@ from maxmars.config.checks import NotNegative, Positive, UsageError
 from maxmars.launch.job import (
     FAILED,
     PROLOG,
+    SETUP,
     STARTS_AGAIN,
     Job,
     RunOptions,
     check_word,
     log,
-    require,
     run_or_fail,
 )
 
 _SAVING_S = 180  # before the time limit
-_SHORTEST_S = 300  # such a time limit leaves no time to train
 _WORD = r"[]\w.,:/=@+%&|*()[~^!-]+"  # an #SBATCH line takes no quotes
 
 
@@ -66,8 +65,6 @@ class SlurmName:
 
     def show_status(self) -> int:
         """Show the user's jobs of this name; squeue's exit code."""
-        self.check()
-        require("sbatch")
         return subprocess.run(["squeue", *self._jobs]).returncode
 
     def stop(self) -> None:
@@ -77,8 +74,6 @@ class SlurmName:
         Raises:
           ValueError: a program of SLURM fails.
         """
-        self.check()
-        require("sbatch")
         states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
         listed = run_or_fail(["squeue", *self._jobs, states, "--noheader", "--format=%A"])
         jobs = listed.split()
@@ -163,14 +158,6 @@ class SlurmOptions(RunOptions, SlurmName):
                     f"--sbatch {option}: each job of an array would train in the same --workdir; "
                     "submit each run by a launch of its own, with its own --name and --workdir."
                 )
-        own = [o.removeprefix("--time=") for o in self.sbatch if o.startswith("--time=")]
-        for limit in own or [self.time or ""]:
-            if (seconds := _seconds(limit)) is not None and 0 < seconds <= _SHORTEST_S:
-                raise UsageError(
-                    f"--time {limit} leaves no time to train: the run is told to save "
-                    f"{_SAVING_S // 60} minutes before its end, and each start compiles. Give it "
-                    f"more than {_SHORTEST_S // 60} minutes, such as --time 1:00:00."
-                )
         for option in self.srun:
             check_word(option, "--srun", r"--[^\x00-\x1f]+", "--mpi=none, one option of srun")
         if self.process_per == "gpu" and not self.gpus_per_node:
@@ -181,11 +168,11 @@ class SlurmOptions(RunOptions, SlurmName):
         own = ("--cpus-per-task", "--cpus-per-gpu", "--exclusive")
         return self.cpus_per_task is not None or any(o.startswith(own) for o in self.sbatch)
 
-    def absolute_workdir(self) -> str:
-        """The workdir as it may stand in the script's #SBATCH lines, where quoting is impossible.
+    def shared_workdir(self) -> str:
+        """As it may stand in the script's #SBATCH lines, where quoting is impossible.
 
         Raises:
-          ValueError: it is in a bucket, or has other characters.
+          UsageError: it is in a bucket, or has other characters.
         """
         if self.workdir.startswith("gs:"):
             raise UsageError(
@@ -195,21 +182,13 @@ class SlurmOptions(RunOptions, SlurmName):
         path = os.path.abspath(self.workdir)
         return check_word(path, "--workdir", r"/[\w./@+=-]*", "/shared/runs/run-1")
 
-
-def _seconds(limit: str) -> int | None:
-    """A time limit of SLURM's: MINUTES, M:S, H:M:S, DAYS-H, D-H:M or D-H:M:S; None if it is not."""
-    if not re.fullmatch(r"(\d+-)?\d+(:\d+){0,2}", limit):
-        return None
-    days, dash, clock = limit.rpartition("-")
-    numbers = [int(number) for number in clock.split(":")]
-    if not dash and len(numbers) < 3:  # begins with minutes
-        numbers.insert(0, 0)
-    hours, minutes, seconds = [*numbers, 0, 0][:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+    @property
+    def scripts(self) -> dict[str, Path]:
+        return super().scripts | ({} if self.prolog is None else {PROLOG: self.prolog})
 
 
-def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
-    """The batch script; `directory` is where the run's relative paths begin."""
+def script(options: SlurmOptions, job: Job) -> str:
+    """The batch script. The run's relative paths begin in the current directory."""
     copy = _copy_of_checkout(job)
     sbatch = {
         "job-name": job.name,
@@ -236,15 +215,15 @@ def script(options: SlurmOptions, job: Job, *, directory: Path) -> str:
     if options.prolog is not None:
         prolog = f". {shlex.quote(f'{copy}/{PROLOG}')}"
     setup = "# no --setup"
-    if job.checkout.setup is not None:
-        path = shlex.quote(f"{copy}/{job.checkout.setup}")
+    if options.setup is not None:
+        path = shlex.quote(f"{copy}/{SETUP}")
         setup = f"srun --ntasks={options.nodes} --ntasks-per-node=1 bash {path} || exit"
     failed = shlex.quote(f"{job.workdir}/{FAILED}")
     newline = "\n"
     return f"""\
 #!/usr/bin/env bash
 {newline.join(lines)}
-cd {shlex.quote(str(directory))} || exit
+cd {shlex.quote(os.getcwd())} || exit
 {prolog}
 set -uo pipefail
 # srun does not take it from the job by itself.
@@ -275,14 +254,12 @@ exit "$code"
 """
 
 
-def launch(options: SlurmOptions, job: Job, *, directory: Path) -> None:
+def launch(options: SlurmOptions, job: Job) -> None:
     """Unpack the checkout, write the script and submit it.
 
     Raises:
-      FileNotFoundError: there is no sbatch.
       ValueError: sbatch refuses.
     """
-    require("sbatch")
     copy = _copy_of_checkout(job)
     if not copy.exists():
         unpacked = copy.with_name(f"{copy.name}.part{os.getpid()}")
@@ -291,7 +268,7 @@ def launch(options: SlurmOptions, job: Job, *, directory: Path) -> None:
             tar.extractall(unpacked, filter="data")
         unpacked.rename(copy)
     path = Path(job.workdir) / f"{job.name}.sbatch"
-    path.write_text(script(options, job, directory=directory))
+    path.write_text(script(options, job))
     number = run_or_fail(["sbatch", "--parsable", str(path)]).strip().split(";")[0]
     log(f"submitted job {number}: {path}")
     log(f"its output goes to {job.workdir}/slurm-{number}.out")

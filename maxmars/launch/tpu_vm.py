@@ -14,11 +14,10 @@ its end. `host.sh` is the script that runs on each host.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from maxmars.config.checks import Positive, UsageError
 from maxmars.config.chips import TPU_TYPES, Shape, parse_shape
 from maxmars.launch.job import (
     CONSTRAINTS,
+    SETUP,
     STARTS_AGAIN,
     Job,
     RunOptions,
@@ -41,13 +41,10 @@ from maxmars.launch.job import (
     check_word,
     log,
     problem,
-    require,
     run_program,
 )
 
-STOPPED = 75
-"""Exit code of a run that was stopped and can go on."""
-
+_STOPPED = 75  # exit code of a run that was stopped and can go on
 _SSH_TRIES = 4
 _ASK_TRIES = 30
 _END_S = 180  # for the last host to end after the first
@@ -59,7 +56,6 @@ _NO_PERMISSION = re.compile(
     re.IGNORECASE,
 )
 _NO_ROUTE = re.compile(r"No route to host|Network is unreachable", re.IGNORECASE)
-_KEY = Path(".ssh/google_compute_engine")  # gcloud's, in the home directory
 _REPORT = re.compile(r"\[maxmars-host\] (\S+) (\S.*)$")
 
 # Of the hosts, by Google's page "TPU software versions".
@@ -157,16 +153,8 @@ class TpuVm:
         """A command on TPUs in the zone."""
         project = [] if self.project is None else [f"--project={self.project}"]
         release = ["alpha"] if alpha or self.alpha else []
-        return [
-            "gcloud",
-            *release,
-            "compute",
-            "tpus",
-            kind,
-            *words,
-            f"--zone={self.zone}",
-            *project,
-        ]
+        where = [f"--zone={self.zone}", *project]
+        return ["gcloud", *release, "compute", "tpus", kind, *words, *where]
 
     def describe(self, kind: Kind, node: str | None = None) -> list[str]:
         """The command that prints the queued resource, the TPU or one of its slices as JSON."""
@@ -404,7 +392,7 @@ class TpuOptions(RunOptions, TpuVm):
                 "slices into one TPU."
             )
 
-    @property
+    @functools.cached_property
     def slice(self) -> Shape:
         """One slice.
 
@@ -412,11 +400,6 @@ class TpuOptions(RunOptions, TpuVm):
           UsageError: there is none of that name.
         """
         return parse_shape(self.accelerator, "--accelerator")
-
-    @property
-    def num_chips(self) -> int:
-        """Of all slices."""
-        return self.num_slices * self.slice.num_chips
 
     def create(self) -> list[str]:
         """The command that creates the TPU, or the request for it."""
@@ -469,8 +452,6 @@ class Launcher:
         Raises:
           ValueError: the run failed, the TPU cannot be had, or too many restarts.
         """
-        require("gcloud")
-        _check_agent(self._tpu)
         while True:
             try:
                 hosts = self._obtain()
@@ -500,17 +481,23 @@ class Launcher:
             # hosts are between two lives of the run; else it failed, or hosts are lost.
             states = set(ended.values())
             if states == {"exited 0"}:
-                return self._finish()
+                log(f"done: all steps; results are in {self._job.workdir}")
+                if self._tpu.delete_when_done:
+                    self._ask(self._tpu.remove)
+                log(
+                    f"deleted the TPU {self._tpu.name}"
+                    if self._tpu.delete_when_done
+                    else self._cost
+                )
+                return 0
             if any(state.startswith("stopped") for state in states):
                 log(f"the run was stopped and saved; the same command continues. {self._cost}")
-                return STOPPED
+                return _STOPPED
             if not all(map(_is_under_way, states)):
                 break
             time.sleep(self._tpu.poll_s)  # as the hosts do
         told = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
-        tpu = self._ask(self._tpu.state)
-        if tpu.phase != "ready":
-            raise HostsLostError(f"the TPU was preempted ({tpu.text})")
+        self._check_is_there()
         if not any(state.startswith("exited") for state in states - {"exited 0"}):
             raise HostsLostError(f"not every host has a process ({told})")
         self._on_all("kill", hosts)  # the others would wait for the one that failed
@@ -534,15 +521,6 @@ class Launcher:
                 log(f"{error}; asking again")
                 time.sleep(self._tpu.poll_s)
         raise AssertionError("unreachable")
-
-    def _finish(self) -> int:
-        log(f"done: all steps; results are in {self._job.workdir}")
-        if self._tpu.delete_when_done:
-            self._ask(self._tpu.remove)
-            log(f"deleted the TPU {self._tpu.name}")
-        else:
-            log(self._cost)
-        return 0
 
     def _obtain(self) -> int:
         """Have the TPU ready, created if need be; the number of its hosts."""
@@ -664,36 +642,34 @@ class Launcher:
                     f"the hosts of {self._tpu.name} cannot be reached from here: "
                     f"{problem(failed)}. {self._cost}"
                 )
-        state = self._ask(self._tpu.state)
-        if state.phase in ("gone", "leaving", "missing"):
-            raise HostsLostError(f"the TPU was preempted ({state.text})")
-        if state.phase != "ready":
-            raise HostsLostError(state.text)
+        self._check_is_there()
         time.sleep(self._tpu.poll_s)
+
+    def _check_is_there(self) -> None:
+        state = self._ask(self._tpu.state)
+        if state.phase != "ready":
+            raise HostsLostError(f"the TPU was preempted ({state.text})")
 
 
 def _is_under_way(state: str) -> bool:
     return state.startswith(("running", "restarting"))
 
 
-def _check_agent(tpu: TpuOptions) -> None:
-    """Check what gcloud checks before it connects to several hosts: then no TPU is created in vain.
+def launch(options: TpuOptions, job: Job) -> int:
+    """Bring a run to its end, also one that is under way; the exit code as of `Launcher.run`, or
+    130 after Ctrl-C.
 
     Raises:
-      ValueError: an ssh-agent runs that has keys, and not gcloud's.
+      ValueError: the run failed, the TPU cannot be had, or too many restarts.
     """
-    agent = os.environ.get("SSH_AUTH_SOCK") and shutil.which("ssh-add")
-    if not agent or tpu.slice.num_hosts == 1:
-        return
-    key = Path.home() / _KEY
-    public = key.with_name(f"{key.name}.pub")
-    known = run_program(["ssh-add", "-L"])
-    words = public.read_text().split() if public.is_file() else []
-    if known.returncode == 0 and (len(words) < 2 or words[1] not in known.stdout):
-        raise ValueError(
-            f"the ssh-agent lacks gcloud's key {key}, which gcloud needs for several hosts; "
-            f"run `ssh-add {key}`, or launch without the agent: `env -u SSH_AUTH_SOCK maxmars ...`."
+    try:
+        return Launcher(options, job).run()
+    except KeyboardInterrupt:
+        log(
+            "\nno longer watching: the run goes on, but nothing restarts it after a preemption. "
+            "The same command watches again; `maxmars launch tpu-vm stop` ends the run."
         )
+        return 130
 
 
 def host_script(options: TpuOptions, job: Job) -> str:
@@ -703,7 +679,7 @@ def host_script(options: TpuOptions, job: Job) -> str:
         "digest": job.checkout.digest,
         "python": f"python{sys.version_info.major}.{sys.version_info.minor}",
         "constraints": CONSTRAINTS,
-        "setup": job.checkout.setup or "",
+        "setup": "" if options.setup is None else SETUP,
         "max_restarts": str(options.max_restarts),
         "pause": str(options.poll_s),
     }

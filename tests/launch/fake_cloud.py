@@ -71,7 +71,6 @@ class FakeCloud:
         program(folder / "bin" / "hostname", '#!/bin/sh\necho "tpu-w-$FAKE_HOST"\n')
         program(folder / "bin" / f"python3.{sys.version_info.minor}", HOST_PYTHON)
         monkeypatch.setenv("FAKE_CLOUD", str(folder))
-        monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
         monkeypatch.setenv("PATH", f"{folder / 'local'}{os.pathsep}{os.environ['PATH']}")
 
     def train(self, script):

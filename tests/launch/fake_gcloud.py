@@ -8,8 +8,8 @@ slices, and a file of such a name the states of that one; `calls` every command 
 what ssh says when it fails; `unreachable` numbers of hosts that ssh does not reach, of this TPU;
 `describe_error` what every `describe` fails with; `outages` a list, of which each `describe` and
 `delete` takes the first entry and fails with it, unless it is empty.
-As gcloud does, several hosts are not reached at all while an ssh-agent has other keys only, IAP is
-known to `alpha` alone, and a queued resource of several slices names no `nodeId` at first.
+As with gcloud, IAP is known to `alpha` alone, and a queued resource of several slices names no
+`nodeId` at first.
 """
 
 import contextlib
@@ -107,10 +107,6 @@ def reach():
     if left:
         write("ssh_failures", left - 1)
         fail(read("ssh_error", "ssh exited with 255"), 255)
-    if read("hosts") > 1 and os.environ.get("SSH_AUTH_SOCK"):
-        agent = subprocess.run(["ssh-add", "-L"], capture_output=True, text=True)
-        if agent.returncode == 0 and "google" not in agent.stdout:
-            fail('SSH Key is not present in the SSH agent. Please run "ssh-add KEY" to add it.')
 
 
 def ssh(options):
@@ -177,7 +173,7 @@ def main():
         nodes = read("nodes", ["run1"])
         many = {"nodeCount": len(nodes), "nodeIdPrefix": "run1"}
         spec = {"nodeSpec": [{"nodeId": name} for name in nodes]}
-        if len(nodes) > 1 and (state != "ACTIVE" or not read("names_slices", True)):
+        if len(nodes) > 1 and state != "ACTIVE":
             spec = {"nodeSpec": [{"multisliceParams": many}]}
         request = {"state": {"state": state} | data, "tpu": spec}
         print(json.dumps(node if thing == "node" else request))

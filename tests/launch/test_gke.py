@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_cloud import launch, program, with_options
+from fake_cloud import launch, program
 
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
 START = ["launch", "gke", CONFIG, "--name", "run1", "--workdir", "/mnt/run1"]
@@ -130,28 +130,6 @@ def test_gpus_of_two_nodes_need_a_patch_and_are_told_who_they_are(capsys, tmp_pa
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h200-141gb"}
 
 
-def test_nodes_that_are_chosen_and_tolerated(capsys):
-    options = ["--node-selector", "a.b/c=d", "--toleration", "team=ml:NoSchedule", "mine", "--spot"]
-    _, pod, _ = pod_of(manifest(capsys, *TPU, *options))
-    assert pod["nodeSelector"]["a.b/c"] == "d"
-    assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "4x4x4"
-    spot = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
-    effect = {"effect": "NoSchedule"}
-    assert pod["tolerations"] == [
-        {"key": "team", "operator": "Equal", "value": "ml"} | effect,
-        {"key": "mine", "operator": "Exists"},
-        spot | effect,
-    ]
-
-
-def test_an_image_with_the_packages_needs_no_pip(capsys):
-    _, _, container = pod_of(manifest(capsys, *TPU, "--no-install", "--image", "mine:1"))
-    script = container["command"][2]
-    assert "pip install" not in script
-    assert "exec python3 -m maxmars train" in script
-    subprocess.run(["bash", "-n", "-c", script], check=True)
-
-
 def test_a_driver_that_is_too_old_for_cuda_ends_the_run(capsys, tmp_path):
     _, _, container = pod_of(manifest(capsys, *START, "--topology", "h100:8"))
     program(tmp_path / "nvidia-smi", "#!/bin/sh\necho 550.90.07\n")
@@ -163,8 +141,10 @@ def test_a_driver_that_is_too_old_for_cuda_ends_the_run(capsys, tmp_path):
     assert done.stderr == ""
 
 
-def test_spot_xpk_claims_and_accounts(capsys):
-    options = ["--spot", "--xpk", "--claim", "tokens:/data", "b:/b", "--service-account", "ksa"]
+def test_options_that_change_the_pods(capsys):
+    options = ["--xpk", "--claim", "tokens:/data", "b:/b", "--service-account", "ksa"]
+    options += ["--node-selector", "a.b/c=d", "--toleration", "team=ml:NoSchedule", "mine"]
+    options += ["--spot", "--no-install", "--image", "mine:1"]
     jobset = manifest(capsys, *TPU, *options)
     labels = jobset["metadata"]["labels"]
     assert labels["kueue.x-k8s.io/queue-name"] == "multislice-queue"
@@ -172,11 +152,23 @@ def test_spot_xpk_claims_and_accounts(capsys):
     _, pod, container = pod_of(jobset)
     assert pod["priorityClassName"] == "medium"
     assert pod["serviceAccountName"] == "ksa"
-    assert pod["nodeSelector"]["cloud.google.com/gke-spot"] == "true"
     claims = {v["name"]: v["persistentVolumeClaim"] for v in pod["volumes"][2:]}
     paths = {m["mountPath"]: claims.get(m["name"]) for m in container["volumeMounts"]}
     assert paths["/data"] == {"claimName": "tokens"}
     assert paths["/b"] == {"claimName": "b"}
+    chosen = {"a.b/c": "d", "cloud.google.com/gke-tpu-topology": "4x4x4"}
+    assert pod["nodeSelector"].items() > (chosen | {"cloud.google.com/gke-spot": "true"}).items()
+    spot = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
+    effect = {"effect": "NoSchedule"}
+    assert pod["tolerations"] == [
+        {"key": "team", "operator": "Equal", "value": "ml"} | effect,
+        {"key": "mine", "operator": "Exists"},
+        spot | effect,
+    ]
+    assert container["image"] == "mine:1"
+    script = container["command"][2]
+    assert "pip install" not in script
+    assert "exec python3 -m maxmars train" in script
 
 
 def test_words_are_quoted_in_the_script(capsys, tmp_path):
@@ -188,7 +180,7 @@ def test_words_are_quoted_in_the_script(capsys, tmp_path):
     # What Kubernetes makes of it: $$ is a dollar, and $(NAME) the value of a variable that is set.
     script = re.sub(
         r"\$\$|\$\(([^)]*)\)",
-        lambda found: "$" if found[1] is None else values.get(found[1], found[0]),
+        lambda match: "$" if match[1] is None else values.get(match[1], match[0]),
         container["command"][2],
     )
     assert shlex.quote(word) in script
@@ -201,8 +193,7 @@ def test_what_is_created(cloud, capsys, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "it's: $hush")
     assert launch(*TPU, "--env", "WANDB_API_KEY", "--namespace", "team") == 0
     output = capsys.readouterr().out
-    for named in ("16 pods", "--image", "ConfigMap run1-source"):
-        assert named in output
+    assert "ConfigMap run1-source" in output
     calls = (cloud / "calls").read_text()
     assert [line.split()[0] for line in calls.splitlines()] == ["get", "delete", *["create"] * 3]
     assert "hush" not in output + calls
@@ -249,28 +240,6 @@ def test_a_jobset_that_is_there(cloud, capsys):
     assert "ERROR: forbidden" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("changed", "named"),
-    [
-        (["--topology", "v5e:3x3"], "--topology v5e:3x3"),
-        (["--topology", "h100:16"], "`xpk workload create`"),
-        (["--num-slices", "0"], "--num-slices 0"),
-        (["--claim", "a:b"], "--claim='a:b'"),
-        (["--namespace", "A"], "--namespace='A'"),
-        (["--patch", __file__], f"--patch {__file__}"),
-        (["--patch", "/dev/null"], "--patch /dev/null"),
-        (["--toleration", "a:Never"], "--toleration='a:Never'"),
-        (["--node-selector", "a"], "--node-selector='a'"),
-        (["--name", "x" * 41], "at most 40"),
-        (["--", "--log.wandb", "online"], "wandb"),
-    ],
-)
-def test_refusals(cloud, capsys, changed, named):
-    assert launch(*with_options(TPU, changed)) == 2
-    assert named in capsys.readouterr().err
-    assert not (cloud / "calls").exists()
-
-
 @pytest.mark.seconds
 def test_what_fails_outside(cloud, capsys, monkeypatch):
     (cloud / "setup.sh").write_bytes(os.urandom(1_100_000))
@@ -279,32 +248,3 @@ def test_what_fails_outside(cloud, capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert launch(*TPU) == 1
     assert "`kubectl`" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "reached"),
-    [
-        (["--", "--data.path", "gs://bucket/tokens"], True),
-        (["--", "--data.path", "/data/tokens"], False),
-        ([], False),  # gpt2's default is a relative directory
-        (["--claim", "disk:/data", "--", "--data.path", "/data/tokens"], True),
-        (["--claim", "disk:/mnt", "--", "--data.path", "/data/tokens"], False),
-    ],
-)
-def test_tokens_that_the_pods_do_not_have(cloud, capsys, options, reached):
-    config = "gpt2:size=small,optimizer=mars"
-    tpu = ["launch", "gke", config, *TPU[3:], "--topology", "v5p:2x2x4", "--dry-run"]
-    assert launch(*with_options(tpu, options)) == (0 if reached else 2)
-    if not reached:
-        path = options[-1] if options else "data/"
-        assert f"--data.path {path}" in capsys.readouterr().err
-
-
-@pytest.mark.seconds
-def test_a_topology_is_also_named_by_googles_type(cloud, capsys):
-    shown = []
-    for topology in ("v5p:4x4x4", "v5p-128"):
-        assert launch(*START, "--topology", topology, "--dry-run") == 0
-        shown.append(capsys.readouterr())
-    assert shown[0] == shown[1]
-    assert "16 hosts, 64 x TPU v5p" in shown[0].err

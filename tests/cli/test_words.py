@@ -1,0 +1,375 @@
+"""What the words after a command change, and which are refused: by exit code, and by one line that
+names what is wrong; nothing is written."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import re
+import typing
+
+import pytest
+
+from maxmars import cli
+from maxmars.cli.parse import ConfigArguments, parse_arguments
+from maxmars.config.checks import kinds_of
+from maxmars.config.load import load_config
+
+pytestmark = pytest.mark.smoke
+
+HEADER = """
+from maxmars.config import *
+
+def make(**fields):
+    fields = dict(num_steps=3000, global_batch_size=8, model=GPT2Config.small()) | fields
+    return TrainConfig(**dict(name="tiny", data=PythonSourcesConfig()) | fields)
+
+def get_config():
+"""
+FILES = {
+    "EMPTY": "\n",
+    "TEXT.txt": "text " * 50,
+    "DEEP.jsonl": "[" * 200_000,
+    "mars.py": HEADER + "    return make(optimizer=MarsConfig())\n",
+    "mixture.py": HEADER
+    + """
+    parts = (MixturePart(path="a", weight=0.7), MixturePart(path="b", weight=0.3))
+    return make(data=MixtureConfig(parts=parts), optimizer=AdamWConfig())
+""",
+    "own.py": HEADER
+    + """
+    options = dict(rate=None, more=[], betas=[0.9, 0.99], names=["a"], mixed=[1, 0.5], on=True)
+    options |= dict(deep=dict(number=1))
+    return make(optimizer=OptaxConfig(make="own.py:make", learning_rate=0.1, options=options))
+""",
+}
+
+
+def write_files(folder):
+    for name, text in FILES.items():
+        (folder / name).write_text(text)
+
+
+# Words of a command line, and what each has changed.
+CHANGES = {
+    "every kind": {
+        "--seed=5 mars.py --num-steps 1e3": {"seed": 5, "num_steps": 1000},
+        "--optimizer.learning-rate 1": {"optimizer.learning_rate": 1.0},
+        "--optimizer.eps 1e-30 --eval.num_windows 2_000": {"eval.num_windows": 2000},
+        "--model.use-bias False --optimizer.exact True": {"optimizer.exact": True},
+        "--gradient-clip-norm None --mesh.fsdp 4": {"gradient_clip_norm": None},
+        "--model.remat dots --log.wandb None": {"model.remat": "dots", "log.wandb": None},
+        "--tpu-compiler-options xla_a=1 xla_b=c=d": {
+            "tpu_compiler_options": {"xla_a": "1", "xla_b": "c=d"}
+        },
+        "--name=-x --eval.hellaswag-path None": {"name": "-x", "eval.hellaswag_path": None},
+    },
+    "the last of two": {
+        f"mars.py --seed 1 --seed {2**32 - 1}": {"seed": 2**32 - 1},
+        "--tpu-compiler-options None": {"tpu_compiler_options": None},
+    },
+    "a word for all": {"mars.py --tpu-compiler-options auto": {"tpu_compiler_options": "auto"}},
+    "of an own function": {
+        "own.py --optimizer.options.rate None": {"optimizer.options.rate": None},
+        "--optimizer.options.betas 0.8": {"optimizer.options.betas": (0.8,)},
+        "--optimizer.options.names b c": {"optimizer.options.names": ("b", "c")},
+        "--optimizer.options.mixed -2 3": {"optimizer.options.mixed": (-2, 3.0)},
+        "--optimizer.options.on False": {"optimizer.options.on": False},
+        "--optimizer.options.deep.number 3": {"optimizer.options.deep.number": 3},
+    },
+    "of a mixture": {
+        "mixture.py --data.parts.1.weight 0.1": {"data.parts.1.weight": 0.1},
+        "--data.parts.0.path c": {"data.parts.0.path": "c", "data.parts.0.weight": 0.7},
+        "--data.order random_windows": {"data.order": "random_windows"},
+    },
+}
+
+
+def value_of(config, name):
+    for part in name.split("."):
+        is_field = not isinstance(config, (dict, tuple))
+        key = int(part) if isinstance(config, tuple) else part
+        config = getattr(config, part) if is_field else config[key]
+    return config
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_options_change_fields(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_files(tmp_path)
+    changes = CHANGES[name]
+    config = parse_arguments(ConfigArguments, " ".join(changes).split(), prog="x").config
+    for fields in changes.values():
+        for field, value in fields.items():
+            assert (value_of(config, field), type(value_of(config, field))) == (value, type(value))
+
+
+RUN = "--name a --workdir /w"
+SLURM = f"launch slurm quickstart {RUN}"
+MARS, OWN = "train mars.py", "train own.py --optimizer.options"
+PLAN = "plan mars.py --topology cpu:8"
+ALONE = "train quickstart --num-processes 1"  # it is too late here to look for other processes
+REFUSALS = [
+    # There is no such command, CONFIG or option.
+    (2, "trian", "`train`"),
+    (2, "train --num-steps 3", "`maxmars train quickstart`"),
+    (2, "train --help ./model.py", "'./model.py'"),  # no help of the group `model`
+    (2, "data", "prepare, inspect"),
+    (2, "data prepare", "SOURCE, OUT"),
+    (2, "launch slurm quickstart --name a", "--workdir DIR"),
+    (2, "launch gke stop --name a", "status, logs, delete"),
+    (2, "train quickstart --batch-size 8", "`--global-batch-size`"),
+    (2, "train gpt2 --optimizer.learning 1", "`--optimizer.learning-rate`"),
+    (2, "data prepare python out --wokers 2", "`--workers`"),
+    (2, f"{MARS} --xyzzy 3", "--xyzzy"),
+    (2, f"{MARS} 3", "'3'"),
+    (2, f"{OWN}.deep.nmuber 1", "`--optimizer.options.deep.number`"),
+    (2, f"{SLURM} --num-steps 3", "-- --num-steps"),
+    (2, f"{SLURM} -- --dry-run", "--dry-run"),
+    # A choice of CONFIG was meant.
+    (2, "train gpt2:size=xl --optimizer=adamw", "gpt2:size=xl,optimizer=adamw`"),
+    (2, "train gpt2:optimizer=mars --optimizer.name muon", "gpt2:optimizer=muon`"),
+    (2, "train gpt2 adamw", "`maxmars train gpt2:optimizer=adamw`"),
+    (2, "train gpt2 optimizer=mars", "`maxmars train gpt2:optimizer=mars`"),
+    (2, "train mars.py --optimizer adamw", "gpt2:optimizer=adamw`", "--help optimizer"),
+    (2, "train quickstart --data tokens", "`maxmars train quickstart:data=tokens`"),
+    (2, "train quickstart --optimizer adamw", "quickstart:optimizer=adamw`"),
+    (2, f"{SLURM} --data x", "quickstart:data=x`"),
+    # A value is missing or of another type.
+    (2, f"{MARS} --seed --num-steps 1", "--seed"),
+    (2, f"{MARS} --name -x", "--name"),
+    (2, f"{MARS} --num-steps=many", "--num-steps many must be an integer"),
+    (2, f"{MARS} --num-steps 1e400", "--num-steps 1e400"),
+    (2, f"{MARS} --model.remat atention", "--model.remat atention", "`attention`"),
+    (2, f"{MARS} --checkpoint.best-metric eval/los", "--checkpoint.best-metric eval/los"),
+    (2, f"{MARS} --tpu-compiler-options", "--tpu-compiler-options"),
+    (2, f"{MARS} --tpu-compiler-options a=1 b", "--tpu-compiler-options b", "NAME=VALUE"),
+    (2, f"{MARS} --tpu-compiler-options autp", "--tpu-compiler-options autp", "`auto`"),
+    (2, "train own.py --optimizer.make no", "--optimizer.make no must be FILE.py:NAME"),
+    (2, f"{OWN}.rate 3", "--optimizer.options.rate 3"),
+    (2, f"{OWN}.more None", "--optimizer.options.more None"),
+    (2, f"{OWN}.betas 0.9 x", "--optimizer.options.betas x must be a number"),
+    (2, f"{OWN}.mixed 0.5 1", "--optimizer.options.mixed 0.5 must be an integer"),
+    (2, f"{OWN}.mixed 1 0.5 1", "--optimizer.options.mixed 1 0.5 1", "2 values"),
+    (2, f"{OWN}.betas", "--optimizer.options.betas"),
+    (2, f"{OWN}.on 1", "--optimizer.options.on 1"),
+    (2, "plan mars.py --topology cpu:8 --max-memory much", "--max-memory much"),
+    # A value is out of range, or does not go with another.
+    (2, f"{MARS} --model.num-heads 5", "embed_dim=768", "num_heads=5"),
+    (2, f"{MARS} --optimizer.b1 1.5", "--optimizer.b1 1.5 must lie in [0, 1)"),
+    (2, f"{MARS} --mesh.fsdp 0", "--mesh.fsdp 0 must be greater than zero"),
+    (2, f"{MARS} --optimizer.eps nan", "--optimizer.eps nan", "finite"),
+    (2, f"{MARS} --schedule.warmup-steps 9 --schedule.decay-steps 5", "warmup_steps=9", "steps=5"),
+    (2, f"{MARS} --num-microbatches 3", "global_batch_size=8", "num_microbatches=3"),
+    (2, f"{MARS} --start-timeout-s 0", "--start-timeout-s 0.0 must be"),
+    (2, "train mixture.py --data.parts.1.weight -1", "--data.parts.1.weight -1"),
+    (2, "train quickstart --process-id -1", "--process-id -1 must"),
+    (2, f"{MARS} --init-optimizer-state True", "--init-from PATH"),
+    (2, "verify-resume quickstart --steps 1", "--steps 1 must be at least 2."),
+    (2, "compare compare_tiny --workdir x --seeds 0", "--seeds 0 must"),
+    (2, "plan mars.py", "--topology"),
+    (2, f"{PLAN} --price -1.0", "--price -1.0 must"),
+    (2, f"{PLAN} --max-memory 0.0", "--max-memory 0.0 must"),
+    (2, f"{PLAN} --max-memory chip", "CPU"),
+    (2, f"{PLAN} --num-slices 2", "--num-slices 2"),
+    (1, f"{PLAN} --mesh.fsdp 3", "3 devices"),
+    (2, "audit x --replay 0", "--replay 0 must"),
+    (2, f"{SLURM} --nodes 0", "--nodes 0 must"),
+    (2, f"launch gke quickstart {RUN} --topology v6e:4x4 --max-restarts -1", "--max-restarts -1"),
+    (2, "generate x --max-new-tokens 0", "--max-new-tokens 0 must"),
+    (2, "generate x --prompt a --top-p 2", "--top-p 2.0 must lie in (0, 1]"),
+    (2, "generate x", "--prompt TEXT"),
+    (2, "generate x --prompt a --prompt-file FILE", "--prompt-file"),
+    (2, "generate x --prompt a --json --output o", "--output o", "--json"),
+    (2, "generate x --interactive --output o", "--output o", "--interactive"),
+    (2, "generate x --prompt \udcff", "UTF-8"),
+    (2, "eval x --mesh.fsdp 0", "--mesh.fsdp 0 must"),
+    (2, "eval x --lm-eval.num-fewshot -1", "--lm-eval.num-fewshot -1 must"),
+    (2, "eval x --backend lm-eval --tasks ,", "--tasks"),
+    (2, "eval x --backend lm-eval --tasks a --against y", "--against"),
+    (2, "eval x --lm-eval.limit 3", "--backend lm-eval"),
+    (2, "eval x --tasks piqa", "'piqa'"),
+    (2, "data prepare x y --validation-fraction 1.0", "--validation-fraction 1.0 must"),
+    (2, "data prepare TEXT.txt out --tasks=2/2", "0 <= I < N"),
+    (2, "data prepare TEXT.txt out --tasks=-1/2", "0 <= I < N"),
+    (2, "data prepare TEXT.txt out --workers=-1", "--workers -1 must"),
+    # What a command needs is not there, or of no use.
+    (1, f"{ALONE} --workdir gs:/bucket/run", "gs:/bucket/run"),
+    (1, f"{ALONE} --workdir s3://b/run", "s3://b/run"),
+    (1, f"{ALONE} --workdir EMPTY/x", "EMPTY/x"),
+    (1, "train quickstart --workdir NOT-\udcff-UTF-8", "NOT-\\xff-UTF-8"),
+    (1, "generate x --prompt-file EMPTY", "EMPTY"),
+    (1, "generate x --prompt-file BINARY", "BINARY", "utf-8"),
+    (1, "generate x --prompt-file MISSING", "MISSING"),
+    (2, "generate x --prompt a --output MISSING/out.jsonl", "MISSING"),
+    (2, "generate x --prompt a --output .", "--output ."),
+    (1, "generate x --prompt a", "x does not exist"),
+    (1, "export x out", "x does not exist"),
+    (1, "import EMPTY out", "EMPTY"),
+    (1, "data prepare *.text out", "*.text"),
+    (1, "data prepare pyhton out", "python"),
+    (1, "data prepare . out", "./*.txt"),
+    (1, "data prepare TEXT.txt s3://b/out", "s3://b/out"),
+    (1, "data prepare DEEP.jsonl out", "DEEP.jsonl, line 1"),
+    (1, "data prepare HUGE.txt out", "17.6TB"),
+    (1, "data prepare TEXT.txt /proc/out", "/proc/out"),
+    (1, "data inspect MISSING", "MISSING"),
+]
+# Commands with all that they need, each of whose options is then given wrongly.
+COMMANDS = [
+    *("train quickstart", "verify-resume quickstart", "compare compare_tiny", "plan quickstart"),
+    *("eval x", "generate x", "export x y", "import x y", "audit x", "report x"),
+    *("data prepare x y", "data inspect x", "compare verify x"),
+    f"launch tpu-vm quickstart {RUN} --zone us-east5-a --accelerator v6e-8",
+    "launch tpu-vm status --name a --zone us-east5-a",
+    f"launch gke quickstart {RUN} --topology v6e:4x4",
+    "launch gke status --name a",
+    f"launch slurm quickstart {RUN}",
+    "launch slurm status --name a",
+]
+NUMBERS = {"N", "X", "I", "K", "SECONDS", "MONEY", "LOSS"}
+ANY_TEXT = {"TEXT", "PATH", "FILE.json", "FILE.py:NAME"}
+
+
+@pytest.fixture
+def call(capsys, tmp_path, monkeypatch):
+    """Runs a command, which writes no file; gives its exit code and what it printed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    for variable in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
+        monkeypatch.setenv(variable, os.environ.get(variable, ""))  # restored: `plan` sets them
+
+    def call(words):
+        before = set(tmp_path.iterdir())
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        assert set(tmp_path.iterdir()) == before
+        return stop.value.code, capsys.readouterr()
+
+    return call
+
+
+def refusal(call, words, code=2):
+    got, printed = call(words)
+    assert got == code, (words, printed.err)
+    assert printed.out == "" or code == 1, words
+    *progress, error = printed.err.splitlines()
+    assert error.startswith("maxmars: error: ")
+    assert not progress or code == 1, (words, printed.err)
+    return error
+
+
+@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row[1])
+def test_what_is_wrong_is_named_in_one_line(row, call, tmp_path):
+    code, words, *named = row
+    write_files(tmp_path)
+    (tmp_path / "BINARY").write_bytes(b"ab\xff\xfe")
+    with (tmp_path / "HUGE.txt").open("wb") as file:
+        file.truncate(1 << 43)  # without blocks on the disk
+    error = refusal(call, words.split(), code)
+    assert [part for part in named if part not in error] == []
+
+
+def test_the_value_of_an_unknown_option_is_not_told(call):
+    """It may be a secret, and schedulers keep what a job printed."""
+    for words in (["--data.options.api-keyy", "hunter2"], ["--data.options.api-keyy=hunter2"]):
+        error = refusal(call, ["train", "quickstart", *words])
+        assert "--data.options.api-keyy" in error
+        assert "hunter2" not in error
+
+
+@pytest.fixture
+def options_of(call):
+    """The options of a command and how their values are written, as --help-all tells them."""
+
+    @functools.cache
+    def options_of(command):
+        code, printed = call([*command.split(), "--help-all"])
+        assert code == 0
+        row = r"^  (--\w[\w.-]*)(?:, --\S+)?(?: (?! )(.+?))?(?:  .*)?$"
+        return dict(re.findall(row, printed.out, re.MULTILINE))
+
+    return options_of
+
+
+def without(words, flag):
+    start = words.index(flag) if flag in words else len(words)
+    return words[:start] + words[start + 2 :]
+
+
+def wrong_value(value):
+    """A value of another type than those which are written so; None if there is none."""
+    kinds = set(value.removesuffix(" ...").split("|"))
+    if "N" in kinds:
+        return "1.5"
+    is_choice = "|" in value and kinds.isdisjoint(ANY_TEXT)
+    return "no such value" if kinds & NUMBERS or is_choice else None
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_kind_of_option_of_a_command(command, call, options_of):
+    """One option of each way to write a value: its rule is that of all which are written so."""
+    of_config = set(options_of("train quickstart")) if command in COMMANDS[1:4] else set()
+    own = {flag: value for flag, value in options_of(command).items() if flag not in of_config}
+    assert own or command == "import x y"
+    for value, flag in {value: flag for flag, value in own.items()}.items():
+        words = without(command.split(), flag)
+        if not value:  # a switch
+            assert f"{flag}=maybe" in refusal(call, [*words, f"{flag}=maybe"])
+            continue
+        assert flag in refusal(call, [*words, flag])
+        if wrong := wrong_value(value):
+            assert f"{flag} {wrong} must be " in refusal(call, [*words, flag, wrong])
+    flag = next(iter(own), "--option")
+    assert f"no option {flag}x" in refusal(call, [*command.split(), f"{flag}x", "1"])
+
+
+def number_fields(config, names=(), kinds=frozenset({int, float})):
+    """The fields of a config, at every depth, that take a number."""
+    for name, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, name, None)
+        if dataclasses.is_dataclass(value):
+            yield from number_fields(value, (*names, name), kinds)
+        elif kinds & set(kinds_of(hint)):
+            yield (*names, name)
+
+
+def replaced(config, names, value):
+    name, *rest = names
+    value = replaced(getattr(config, name), rest, value) if rest else value
+    return dataclasses.replace(config, **{name: value})
+
+
+def error_of(config, names, value):
+    """What a config says of a value; None if it takes it."""
+    try:
+        replaced(config, names, value)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.usefixtures("own_checks_only")
+@pytest.mark.parametrize("optimizer", ["mars", "ademamix", "muon", "sophia"])
+def test_every_number_of_every_config(optimizer):
+    """A field takes a number, or the error names both: `seed=-1`."""
+    config = load_config(f"gpt2:size=tiny,optimizer={optimizer}")
+    fields = list(number_fields(config))
+    assert len(fields) > 30
+    for names, value in itertools.product(fields, [-1, math.nan, 999_999_999]):
+        error = error_of(config, names, value)
+        assert error is None or f"{names[-1]}={value}" in error
+
+
+def test_every_integer_of_a_config_refuses_what_no_machine_holds():
+    """Beyond 64 bits everywhere, beyond 32 where JAX counts."""
+    counts = {"global_batch_size", "model.vocab_size", "eval.batch_size", "guard.history"}
+    counts |= {"num_steps", "schedule.warmup_steps", "model.num_layers", "mesh.fsdp"}
+    config = load_config("quickstart")
+    integers = {".".join(names) for names in number_fields(config, kinds={int})}
+    assert counts < integers
+    for name in integers:
+        for value in [2**63, *([2**31] if name in counts else [])]:
+            error = error_of(config, name.split("."), value)
+            assert error is not None, name
+            assert f"{value} must " in error
