@@ -7,7 +7,10 @@ import subprocess
 import sys
 import time
 
+import pytest
 from xla_flags import xla_flags
+
+from maxmars.cli import main
 
 
 def environment(cache, devices=1):
@@ -33,6 +36,14 @@ def start(folder, name, *arguments, devices=2):
     """`maxmars train` of `<folder>/config.py` in `<folder>/<name>`."""
     command = ["-m", "maxmars", "train", folder / "config.py", "--workdir", folder / name]
     return start_python(folder, *command, *arguments, devices=devices)
+
+
+def train_here(folder, name, *arguments):
+    """What `start` does, in this process, which has eight devices."""
+    words = ["train", folder / "config.py", "--workdir", folder / name, "--num-processes", 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAXMARS_CACHE", str(folder / "cache"))
+        main([*map(str, [*words, *arguments])])
 
 
 def start_together(folder, name, count, *arguments, devices=1):
@@ -73,6 +84,14 @@ def records(workdir):
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     keys = ("train/loss", "eval/loss")
     return {(row["step"], key): row[key] for row in rows for key in keys if key in row}
+
+
+def assert_same_losses(one, other):
+    """Those of two runs on different meshes, which sum in another order."""
+    ours, theirs = records(one), records(other)
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        assert ours[key] == pytest.approx(theirs[key], abs=1e-5), key
 
 
 def wait_until(condition, process):

@@ -8,10 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 from hellaswag_questions import write_questions_file
-from running import finish_well, free_port, records, start_python, start_together
+from running import (
+    assert_same_losses,
+    finish_well,
+    free_port,
+    records,
+    start_python,
+    start_together,
+    train_here,
+)
 from token_directories import write_shards
 
-from maxmars.cli import main
 from maxmars.train.audit import audit
 
 pytestmark = pytest.mark.multiprocess
@@ -112,36 +119,17 @@ def find():
 """
 
 
-def train_here(config, workdir, *arguments):
-    """`maxmars train` in this process, which has eight devices."""
-    main(["train", str(config), "--workdir", str(workdir), "--num-processes", "1", *arguments])
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
 def write_config(folder, change=("", "")):
     """The config of both, with a text of it replaced by another."""
     text = CONFIG.replace(*change).format(tests=str(Path(__file__).parents[1]))
     (folder / "config.py").write_text(text)
-    return folder / "config.py"
-
-
-def assert_same_losses(one, two):
-    expected, ours = records(one), records(two)
-    assert len(expected) == 4 + 3
-    assert ours.keys() == expected.keys()
-    for key in expected:
-        assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
+    return folder
 
 
 @pytest.mark.seconds
-def test_two_processes_train_as_one_and_one_continues_their_run(folder, capsys):
-    config, one, two = write_config(folder), folder / "one", folder / "two"
-    train_here(config, one)
+def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys):
+    folder, two = write_config(tmp_path), tmp_path / "two"
+    train_here(folder, "one")
     steps = ("--num-steps", "2", "--schedule.decay-steps", "4")
     outputs = finish_well(start_together(folder, "two", 2, *steps, devices=4))
     assert "done: 2 steps" in outputs[0]
@@ -154,22 +142,23 @@ def test_two_processes_train_as_one_and_one_continues_their_run(folder, capsys):
     assert environment["num_processes"] == 2
     assert environment["num_devices"] == 8
 
-    train_here(config, two, "--schedule.decay-steps", "4")
+    train_here(folder, "two", "--schedule.decay-steps", "4")
     assert "continuing from step 2" in capsys.readouterr().out
-    assert_same_losses(one, two)
+    assert_same_losses(folder / "one", two)
+    assert len(records(two)) == 4 + 3
     audited = audit(two, log=lambda text: None)
     assert audited.verdict == "one trajectory up to rounding"
     assert audited.changes == ["at step 2: num_processes 2 -> 1"]
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_where_only_tensor_splits(folder):
+def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path):
     """Neither process has rows of its own: both read the same."""
     sizes = "num_layers=2, num_heads=8), mesh=MeshConfig(tensor=8)"
-    config = write_config(
-        folder, ("num_layers=2),\n        mesh=MeshConfig(data=2, fsdp=4)", sizes)
+    folder = write_config(
+        tmp_path, ("num_layers=2),\n        mesh=MeshConfig(data=2, fsdp=4)", sizes)
     )
-    train_here(config, folder / "one")
+    train_here(folder, "one")
     finish_well(start_together(folder, "two", 2, devices=4))
     assert_same_losses(folder / "one", folder / "two")
 

@@ -71,15 +71,9 @@ def test_two_processes_of_slurm_find_each_other_and_agree():
     assert found == [[i, 2, 3, False, [3, 5]] for i in range(2)]
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.parametrize("cluster", [{}, SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}])
-def test_a_process_alone(cluster):
-    """Without a cluster, or with `--num-processes 1` whatever the cluster says."""
-    assert join([None, 1] if cluster else [], [cluster]) == [[0, 1, 3, True, [3, 5]]]
-
-
-def test_one_process_needs_no_cluster_and_agrees_with_itself():
+def test_a_process_alone_asks_no_cluster_and_agrees_with_itself(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
     processes.initialize(num_processes=1)
     assert not jax.distributed.is_initialized()
     assert processes.is_primary()
