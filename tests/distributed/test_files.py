@@ -198,7 +198,7 @@ ASK = """
 import json, sys, time
 from maxmars.distributed import files
 
-found = {}
+errors = {}
 for bucket in sys.argv[1:]:
     started = time.monotonic()
     try:
@@ -207,9 +207,9 @@ for bucket in sys.argv[1:]:
         with files.reporting(place):
             files.open_store(place).write("a", b"").result()
     except (OSError, ImportError) as error:
-        found[bucket] = str(error)
+        errors[bucket] = str(error)
     assert time.monotonic() - started < 45
-print(json.dumps(found))
+print(json.dumps(errors))
 """
 
 
@@ -228,14 +228,14 @@ def ask(environment, *buckets):
 @needs_gcsfs
 def test_buckets_that_cannot_be_used_are_told_in_a_line_each():
     with fake_gcs.serve() as server:
-        found = ask(server.environment, "bucket", "missing", "status-401", "status-403")
+        errors = ask(server.environment, "bucket", "missing", "status-401", "status-403")
     assert set(server.objects) == {"run/checkpoints/a"}
-    assert "gs://missing/run/checkpoints" in found["missing"]
+    assert "gs://missing/run/checkpoints" in errors["missing"]
     for status in ("401", "403"):
-        error = found.pop(f"status-{status}")
+        error = errors.pop(f"status-{status}")
         assert error.startswith(f"gs://status-{status} ")
         assert "`gcloud auth application-default login`" in error
-    assert found.keys() == {"missing"}
+    assert errors.keys() == {"missing"}
 
 
 COMMANDS_ON_A_BUCKET = (

@@ -45,7 +45,7 @@ if __name__ == "__main__":
     import json
     port, count, place = map(int, sys.argv[1:])
     processes.initialize(f"127.0.0.1:{port}", count, place)
-    print("FOUND " + json.dumps(find()), flush=True)
+    print("RETURNED " + json.dumps(find()), flush=True)
     processes.shutdown()
 """
 
@@ -70,7 +70,7 @@ MESHES = {{
 parts = tuple(MixturePart(path=f"{directory}/{{i}}", weight=w) for i, w in ((0, 0.7), (1, 0.3)))
 
 def find():
-    found = {{}}
+    digests = {{}}
     for sizes in MESHES[jax.device_count()]:
         mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
         for name, data in (
@@ -90,8 +90,8 @@ def find():
                 batch = multihost_utils.process_allgather(batch, tiled=True)
                 val_sha.update(np.asarray(batch["tokens"])[np.asarray(batch["mask"])].tobytes())
             batches.close()
-            found[f"{{name}} on {{sizes}}"] = [sha.hexdigest(), val_sha.hexdigest()]
-    return found
+            digests[f"{{name}} on {{sizes}}"] = [sha.hexdigest(), val_sha.hexdigest()]
+    return digests
 """
 
 
@@ -114,8 +114,8 @@ def find():
     params = jax.jit(lambda: init_params(MODEL, 0), out_shardings=shardings)()
     questions = load_questions({questions!r})
     scores = HellaSwag(MODEL, mesh, ByteTokenizer(), questions)(params)
-    found = {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
-    return [jax.process_count(), found]
+    likelihoods = {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
+    return [jax.process_count(), likelihoods]
 """
 
 
@@ -163,7 +163,7 @@ def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path):
     assert_same_losses(folder / "one", folder / "two")
 
 
-def found_by(program: Path, count: int, devices: int) -> list[Any]:
+def returned_by(program: Path, count: int, devices: int) -> list[Any]:
     """What `find` of a program returns in each of several processes together."""
     port = free_port()
     places = ((program, port, count, i) for i in range(count))
@@ -171,7 +171,7 @@ def found_by(program: Path, count: int, devices: int) -> list[Any]:
         [start_python(program.parent, *place, devices=devices) for place in places]
     )
     lines = [line for output in outputs for line in output.splitlines()]
-    return [json.loads(line[6:]) for line in lines if line.startswith("FOUND ")]
+    return [json.loads(line[9:]) for line in lines if line.startswith("RETURNED ")]
 
 
 def write_program(path: Path, text: str) -> Any:
@@ -187,20 +187,20 @@ def test_two_and_three_processes_see_the_stream_of_one(tmp_path):
         stream = np.random.default_rng(i).integers(0, 257, num_tokens)
         write_shards(tmp_path / str(i), stream, stream[:300], vocab_size=257)
     text = STREAMS.format(tests=str(Path(__file__).parents[1]), directory=tmp_path)
-    found = write_program(tmp_path / "streams.py", text)
-    assert len(found) == 12
-    assert found_by(tmp_path / "streams.py", 2, devices=4) == [found, found]
-    by_three = found_by(tmp_path / "streams.py", 3, devices=1)
+    one = write_program(tmp_path / "streams.py", text)
+    assert len(one) == 12
+    assert returned_by(tmp_path / "streams.py", 2, devices=4) == [one, one]
+    by_three = returned_by(tmp_path / "streams.py", 3, devices=1)
     assert len(by_three) == 3
     for name in ("shards", "mixture", "random windows"):
         digests = {
             tuple(value)
-            for each in (found, *by_three)
+            for each in (one, *by_three)
             for key, value in each.items()
             if key.startswith(f"{name} on")
         }
         assert len(digests) == 1, name  # the same on every mesh
-    assert len({train for train, _ in found.values()}) == 3
+    assert len({train for train, _ in one.values()}) == 3
 
 
 @pytest.mark.slow
@@ -209,8 +209,8 @@ def test_two_processes_score_hellaswag_as_one(tmp_path):
     tests = str(Path(__file__).parents[1])
     text = HELLASWAG.format(tests=tests, questions=str(questions))
     one = write_program(tmp_path / "score.py", text)
-    found = found_by(tmp_path / "score.py", 2, devices=4)
-    assert [count for count, _ in (one, *found)] == [1, 2, 2]
+    both = returned_by(tmp_path / "score.py", 2, devices=4)
+    assert [count for count, _ in (one, *both)] == [1, 2, 2]
     for name, expected in one[1].items():
-        np.testing.assert_allclose(found[0][1][name], expected, rtol=1e-5)
-    assert found[0] == found[1]
+        np.testing.assert_allclose(both[0][1][name], expected, rtol=1e-5)
+    assert both[0] == both[1]

@@ -67,8 +67,8 @@ def join(arguments, environments):
 def test_two_processes_of_slurm_find_each_other_and_agree():
     slurm = SLURM | {"JAX_COORDINATOR_PORT": str(free_port())}
     places = [{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
-    found = join([], [slurm | place for place in places])
-    assert found == [[i, 2, 3, False, [3, 5]] for i in range(2)]
+    said = join([], [slurm | place for place in places])
+    assert said == [[i, 2, 3, False, [3, 5]] for i in range(2)]
 
 
 def test_a_process_alone_asks_no_cluster_and_agrees_with_itself(monkeypatch):

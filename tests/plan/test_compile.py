@@ -64,8 +64,8 @@ def test_state_bytes_are_the_arithmetic_of_the_config(config_of, name):
     }[name]
     config = config_of(name)
     state = abstract_train_state(config, Parameters(config.model, make_mesh(config.mesh)))
-    found = optimizer_state_bytes(state.opt_state)
-    assert {kind: size for kind, size in found.items() if size > 100} == expected
+    sizes = optimizer_state_bytes(state.opt_state)
+    assert {kind: size for kind, size in sizes.items() if size > 100} == expected
     assert bytes_on_chip(state.params) == every
     assert bytes_on_chip(state.prev_params) == (every if name == "exact" else 0)
 
