@@ -27,11 +27,12 @@ CONFIG = """
 import dataclasses, sys
 sys.path.insert(0, {tests!r})
 from maxmars.config import EvalConfig, MeshConfig
-from tiny import MODEL, tiny_config
+from tiny import ADAMW, MODEL, tiny_config
 
 def get_config():
     return tiny_config(
         num_steps=4,
+        optimizer=ADAMW,  # MARS: test_three_processes.py
         model=dataclasses.replace(MODEL, num_layers=2),
         mesh=MeshConfig(data=2, fsdp=4),
         eval=EvalConfig(every=2, num_windows=20, batch_size=16),

@@ -6,7 +6,6 @@
 import json
 import os
 import re
-import shutil
 import socket
 import subprocess
 import sys
@@ -66,52 +65,26 @@ def test_a_second_run_in_a_workdir_is_refused_until_the_first_is_killed(folder, 
     train_here(folder, "held", "--num-steps", 1)
 
 
-def namespaces():
-    """A command in whose process one may mount, root or not; None where the kernel refuses."""
-    for flags in (["--mount"], ["--user", "--map-root-user", "--mount"]):
-        command = ["unshare", *flags]
-        test = [*command, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/mnt"]
-        if shutil.which("unshare") and subprocess.run(test, capture_output=True).returncode == 0:
-            return command
-    return None
-
-
 @pytest.fixture(scope="module")
 def shortages(tmp_path_factory, cache):
-    """What one process reports of each shortage; `fill` is missing where nobody may mount."""
-    directory, wrapper, modes = tmp_path_factory.mktemp("shortages"), [], ["limit", "descriptors"]
-    unshare = namespaces()
-    if unshare is not None:
-        modes.insert(0, "fill")
-        (directory / "fill").mkdir()
-        mount = f'mount -t tmpfs -o size=8m tmpfs {directory / "fill"} && exec "$@"'
-        wrapper = [*unshare, "sh", "-c", mount, "sh"]
+    """What one process reports of each shortage."""
     result = subprocess.run(
-        [*wrapper, sys.executable, str(WORKER), "run_out_of", str(directory), *modes],
+        [sys.executable, str(WORKER), "run_out_of", str(tmp_path_factory.mktemp("shortages"))],
         env=environment(cache),
         capture_output=True,
         text=True,
         timeout=240,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    reports = map(json.loads, result.stdout.splitlines()[-len(modes) :])
-    return dict(zip(modes, reports, strict=True))
+    reports = map(json.loads, result.stdout.splitlines()[-2:])
+    return dict(zip(("limit", "descriptors"), reports, strict=True))
 
 
-@pytest.mark.parametrize(
-    ("shortage", "reason"),
-    [("limit", "(File too large|FILE_SIZE|EFBIG)"), ("fill", "No space left")],
-)
-def test_a_full_disk_costs_no_checkpoint(shortages, shortage, reason):
-    if shortage not in shortages:
-        pytest.skip("this system lets nobody mount a tmpfs, not even in a user namespace")
-    result = shortages[shortage]
+def test_a_full_disk_costs_no_checkpoint(shortages):
+    result = shortages["limit"]
     assert len(result["errors"]) >= 2  # the save, and the next one
     for error in result["errors"]:
-        assert re.fullmatch(
-            rf"a checkpoint could not be written to (\S+) \(\1/\S+: {reason}\S*( on device)?\); .*",
-            error,
-        )
+        assert re.search(r"File too large|FILE_SIZE|EFBIG", error)
     assert result["after"] == {"step": 1, "sound": True}
     assert result["again"] == [1, 2]  # once there is space
     assert result["left"] == [".lock", "1", "2"]

@@ -17,7 +17,6 @@ from maxmars.plan import get_topology
 from maxmars.plan.compile import (
     compile_prepared,
     compile_train_step,
-    find_fit,
     matmul_flops,
     optimizer_state_bytes,
 )
@@ -89,7 +88,7 @@ def test_the_cheapest_policy_and_the_largest_microbatch():
     topology, lines = get_topology("cpu:1"), []
     parameters = Parameters(config.model, topology.mesh(config))
     whole = compile_train_step(make_train_step(config, parameters), topology).peak_bytes
-    chosen, step = find_fit(config, topology, whole - 1, log=lines.append)
+    chosen, step = compile_prepared(config, topology, max_bytes=whole - 1, log=lines.append)
     assert chosen.model.remat is None  # which a smaller microbatch fits, too
     assert chosen.num_microbatches > 1
     assert step.peak_bytes < whole
@@ -101,7 +100,7 @@ def test_nothing_fits():
     config = tiny_config(global_batch_size=8, num_microbatches=1, mesh=MeshConfig(fsdp=8))
     lines = []
     with refused(ValueError, "0.00 GB", "cpu:8"):
-        find_fit(config, get_topology("cpu:8"), 60, log=lines.append)
+        compile_prepared(config, get_topology("cpu:8"), max_bytes=60, log=lines.append)
     assert [line.split(",")[0] for line in lines] == [f"remat {remat}" for remat in POLICIES]
     assert all(line.endswith(", too much") for line in lines)
 
@@ -109,7 +108,7 @@ def test_nothing_fits():
 def test_a_batch_that_no_microbatch_divides():
     config = tiny_config(global_batch_size=12, num_microbatches=1, mesh=MeshConfig(fsdp=8))
     with refused(ValueError, "global_batch_size=12", "8 devices"):
-        find_fit(config, get_topology("cpu:8"), 60, log=print)
+        compile_prepared(config, get_topology("cpu:8"), max_bytes=60, log=print)
 
 
 @pytest.mark.slow
