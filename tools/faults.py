@@ -274,7 +274,10 @@ class Life:
         if "Traceback" in "".join(map(self.output, range(self.place.processes))):
             yield "a stack trace"
         if newest(self.workdir):
-            verdict = audit(self.workdir, log=lambda text: None).verdict
+            try:
+                verdict = audit(self.workdir, log=lambda text: None).verdict
+            except ValueError as error:
+                verdict = str(error)
             if not verdict.startswith("one trajectory"):
                 yield f"audit: {verdict}"
 

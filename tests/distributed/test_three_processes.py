@@ -41,7 +41,7 @@ def get_config():
         eval=EvalConfig(every=8, num_windows=20, batch_size=12),
         schedule=ScheduleConfig(warmup_steps=2, decay_steps=24),
         checkpoint=CheckpointConfig(every=4, keep_last=9),
-        hang_timeout_s=10.0,
+        hang_timeout_s=20.0,
     )
 """
 SHARDED = ("--mesh.fsdp", "3")
