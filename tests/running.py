@@ -6,11 +6,29 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from xla_flags import xla_flags
 
 from maxmars.cli import main
+
+CONFIG = """
+import dataclasses, sys
+sys.path.insert(0, {tests!r})
+from maxmars.config import *
+from tiny import ADAMW, MODEL, tiny_config
+
+def get_config():
+    return tiny_config({arguments})
+"""
+
+
+def write_config(folder, arguments):
+    """Write the config of `start`, `tiny_config` with these arguments; returns the folder."""
+    text = CONFIG.format(tests=str(Path(__file__).parent), arguments=arguments)
+    (folder / "config.py").write_text(text)
+    return folder
 
 
 def environment(cache, devices=1):
@@ -57,7 +75,7 @@ def start_two(folder, name, *arguments):
     return start_together(folder, name, 2, *arguments)
 
 
-def finish(process, timeout_s=240):
+def finish(process, timeout_s=480):
     """Exit code and output."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -96,7 +114,7 @@ def assert_same_losses(one, other):
 
 def wait_until(condition, process):
     """Wait while the process runs and the condition does not hold."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 480
     while time.monotonic() < deadline and process.poll() is None:
         if condition():
             return

@@ -16,6 +16,7 @@ from running import (
     start_python,
     start_together,
     train_here,
+    write_config,
 )
 from token_directories import write_shards
 
@@ -24,19 +25,11 @@ from maxmars.train.audit import audit
 pytestmark = pytest.mark.multiprocess
 
 CONFIG = """
-import dataclasses, sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import EvalConfig, MeshConfig
-from tiny import ADAMW, MODEL, tiny_config
-
-def get_config():
-    return tiny_config(
-        num_steps=4,
-        optimizer=ADAMW,  # MARS: test_three_processes.py
-        model=dataclasses.replace(MODEL, num_layers=2),
-        mesh=MeshConfig(data=2, fsdp=4),
-        eval=EvalConfig(every=2, num_windows=20, batch_size=16),
-    )
+    num_steps=4,
+    optimizer=ADAMW,  # MARS: test_three_processes.py
+    model=dataclasses.replace(MODEL, num_layers=2),
+    mesh=MeshConfig(data=2, fsdp=4),
+    eval=EvalConfig(every=2, num_windows=20, batch_size=16),
 """
 
 
@@ -120,16 +113,9 @@ def find():
 """
 
 
-def write_config(folder, change=("", "")):
-    """The config of both, with a text of it replaced by another."""
-    text = CONFIG.replace(*change).format(tests=str(Path(__file__).parents[1]))
-    (folder / "config.py").write_text(text)
-    return folder
-
-
 @pytest.mark.seconds
 def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys):
-    folder, two = write_config(tmp_path), tmp_path / "two"
+    folder, two = write_config(tmp_path, CONFIG), tmp_path / "two"
     train_here(folder, "one")
     steps = ("--num-steps", "2", "--schedule.decay-steps", "4")
     outputs = finish_well(start_together(folder, "two", 2, *steps, devices=4))
@@ -155,10 +141,9 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys
 @pytest.mark.slow
 def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path):
     """Neither process has rows of its own: both read the same."""
-    sizes = "num_layers=2, num_heads=8), mesh=MeshConfig(tensor=8)"
-    folder = write_config(
-        tmp_path, ("num_layers=2),\n        mesh=MeshConfig(data=2, fsdp=4)", sizes)
-    )
+    model, mesh = "num_layers=2", "MeshConfig(data=2, fsdp=4)"
+    text = CONFIG.replace(model, f"{model}, num_heads=8").replace(mesh, "MeshConfig(tensor=8)")
+    folder = write_config(tmp_path, text)
     train_here(folder, "one")
     finish_well(start_together(folder, "two", 2, devices=4))
     assert_same_losses(folder / "one", folder / "two")

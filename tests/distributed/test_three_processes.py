@@ -5,7 +5,6 @@ One is killed, another one hangs; all together and fewer continue what they save
 
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 from running import (
@@ -17,6 +16,7 @@ from running import (
     train_here,
     wait_for_steps,
     wait_until,
+    write_config,
 )
 from tiny import first_difference
 
@@ -27,31 +27,21 @@ from maxmars.train.audit import audit
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 CONFIG = """
-import dataclasses, sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import CheckpointConfig, EvalConfig, ScheduleConfig
-from tiny import MODEL, tiny_config
-
-def get_config():
-    return tiny_config(
-        num_steps=24,
-        global_batch_size=24,
-        num_microbatches=1,
-        model=dataclasses.replace(MODEL, num_layers=1, embed_dim=48),
-        eval=EvalConfig(every=8, num_windows=20, batch_size=12),
-        schedule=ScheduleConfig(warmup_steps=2, decay_steps=24),
-        checkpoint=CheckpointConfig(every=4, keep_last=9),
-        hang_timeout_s=20.0,
-    )
+    num_steps=24,
+    global_batch_size=24,
+    num_microbatches=1,
+    model=dataclasses.replace(MODEL, num_layers=1, embed_dim=48),
+    eval=EvalConfig(every=8, num_windows=20, batch_size=12),
+    schedule=ScheduleConfig(warmup_steps=2, decay_steps=24),
+    checkpoint=CheckpointConfig(every=4, keep_last=9),
+    hang_timeout_s=20.0,
 """
 SHARDED = ("--mesh.fsdp", "3")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("three")
-    (folder / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    return folder
+    return write_config(tmp_path_factory.mktemp("three"), CONFIG)
 
 
 @pytest.fixture(scope="module")

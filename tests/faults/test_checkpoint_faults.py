@@ -13,28 +13,17 @@ from pathlib import Path
 
 import pytest
 from etils import epath
-from running import environment, free_port, train_here
+from running import environment, free_port, train_here, write_config
 
 from maxmars.checkpoint.lock import acquire
 
 WORKER = Path(__file__).parent / "checkpoint_worker.py"
-CONFIG = """
-import sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import EvalConfig
-from tiny import tiny_config
-
-def get_config():
-    return tiny_config(eval=EvalConfig(every=None))
-"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the config file."""
-    path = tmp_path_factory.mktemp("checkpoint_faults")
-    (path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    return path
+    return write_config(tmp_path_factory.mktemp("faults"), "eval=EvalConfig(every=None)")
 
 
 @pytest.fixture(scope="module")

@@ -2,38 +2,28 @@
 
 import signal
 import socket
-from pathlib import Path
 
 import pytest
-from running import finish, free_port, start, start_two, wait_for_steps
+from running import finish, free_port, start, start_two, wait_for_steps, write_config
 
 from maxmars.distributed.exits import EXIT_CODE
 
 pytestmark = pytest.mark.multiprocess
 
 CONFIG = """
-import dataclasses, sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import CheckpointConfig, EvalConfig
-from tiny import ADAMW, MODEL, tiny_config
-
-def get_config():
-    return tiny_config(
-        num_steps=48,
-        global_batch_size=64,
-        model=dataclasses.replace(MODEL, num_layers=1),
-        optimizer=ADAMW,
-        num_microbatches=1,
-        eval=EvalConfig(every=None),
-        checkpoint=CheckpointConfig(every=16),
-    )
+    num_steps=48,
+    global_batch_size=64,
+    model=dataclasses.replace(MODEL, num_layers=1),
+    optimizer=ADAMW,
+    num_microbatches=1,
+    eval=EvalConfig(every=None),
+    checkpoint=CheckpointConfig(every=16),
 """
 
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    return tmp_path
+    return write_config(tmp_path, CONFIG)
 
 
 @pytest.mark.seconds

@@ -2,7 +2,6 @@
 
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from running import (
@@ -13,6 +12,7 @@ from running import (
     train_here,
     wait_for_steps,
     wait_until,
+    write_config,
 )
 
 from maxmars.checkpoint import list_steps
@@ -21,29 +21,19 @@ from maxmars.distributed.exits import EXIT_CODE
 pytestmark = pytest.mark.multiprocess
 
 CONFIG = """
-import dataclasses, sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import CheckpointConfig, EvalConfig
-from tiny import ADAMW, MODEL, tiny_config
-
-def get_config():
-    return tiny_config(
-        num_steps=40,
-        model=dataclasses.replace(MODEL, num_layers=1),
-        optimizer=ADAMW,
-        num_microbatches=1,
-        eval=EvalConfig(every=1, num_windows=16, batch_size=16),
-        checkpoint=CheckpointConfig(every=None),
-    )
+    num_steps=40,
+    model=dataclasses.replace(MODEL, num_layers=1),
+    optimizer=ADAMW,
+    num_microbatches=1,
+    eval=EvalConfig(every=1, num_windows=16, batch_size=16),
+    checkpoint=CheckpointConfig(every=None),
 """
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the config file."""
-    path = tmp_path_factory.mktemp("preemption")
-    (path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    return path
+    return write_config(tmp_path_factory.mktemp("preemption"), CONFIG)
 
 
 @pytest.fixture(scope="module")

@@ -12,32 +12,23 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
-from running import environment, finish, free_port, start, wait_until
+from running import environment, finish, free_port, start, wait_until, write_config
 
 from maxmars import cli
 from maxmars.checkpoint import list_steps
 from maxmars.distributed.exits import EXIT_CODE
 
 CONFIG = """
-import dataclasses, sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import CheckpointConfig, EvalConfig, GrainConfig
-from tiny import ADAMW, MODEL, tiny_config
-
-def get_config():
-    return tiny_config(
-        num_steps=24,
-        num_microbatches=1,
-        model=dataclasses.replace(MODEL, num_layers=1),
-        optimizer=ADAMW,
-        data=GrainConfig(source="faulty.py:windows", options={{"faults": {faults!r}}}),
-        eval=EvalConfig(every=None),
-        checkpoint=CheckpointConfig(every=None),
-    )
+    num_steps=24,
+    num_microbatches=1,
+    model=dataclasses.replace(MODEL, num_layers=1),
+    optimizer=ADAMW,
+    data=GrainConfig(source="faulty.py:windows", options={"faults": FAULTS}),
+    eval=EvalConfig(every=None),
+    checkpoint=CheckpointConfig(every=None),
 """
 FAULTY = """
 import os, signal
@@ -73,10 +64,8 @@ def folder(tmp_path):
     """With a config file, and `faults`, where a file named by the number of a process is its
     fault."""
     (tmp_path / "faults").mkdir()
-    tests = str(Path(__file__).parents[1])
-    (tmp_path / "config.py").write_text(CONFIG.format(tests=tests, faults=str(tmp_path / "faults")))
     (tmp_path / "faulty.py").write_text(FAULTY)
-    return tmp_path
+    return write_config(tmp_path, CONFIG.replace("FAULTS", repr(str(tmp_path / "faults"))))
 
 
 def set_faults(folder, faults):
