@@ -138,17 +138,6 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys
     assert audited.changes == ["at step 2: num_processes 2 -> 1"]
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one_where_only_tensor_splits(tmp_path):
-    """Neither process has rows of its own: both read the same."""
-    model, mesh = "num_layers=2", "MeshConfig(data=2, fsdp=4)"
-    text = CONFIG.replace(model, f"{model}, num_heads=8").replace(mesh, "MeshConfig(tensor=8)")
-    folder = write_config(tmp_path, text)
-    train_here(folder, "one")
-    finish_well(start_together(folder, "two", 2, devices=4))
-    assert_same_losses(folder / "one", folder / "two")
-
-
 def returned_by(program: Path, count: int, devices: int) -> list[Any]:
     """What `find` of a program returns in each of several processes together."""
     port = free_port()

@@ -127,6 +127,13 @@ def test_wrong_flags(arguments, named):
         processes.initialize(*arguments)
 
 
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with refused(OSError, f"port {port}"):
+            processes.initialize(f"127.0.0.1:{port}", 1, 0)
+
+
 @pytest.mark.parametrize(
     ("error", "lost"),
     [

@@ -3,7 +3,6 @@
 import json
 import resource
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -60,12 +59,6 @@ def is_sound(restored):
 
 def names(directory):
     return sorted(path.name for path in Path(directory).iterdir())
-
-
-def hold(directory):
-    with Checkpointer(directory, CONFIG, mesh=make_mesh(MeshConfig())):
-        print("holding", flush=True)
-        time.sleep(600)
 
 
 def run_out_of(directory):
@@ -161,5 +154,5 @@ def pair(directory, port, index):
 
 
 if __name__ == "__main__":
-    modes = [hold, run_out_of, pair]
+    modes = [run_out_of, pair]
     {mode.__name__: mode for mode in modes}[sys.argv[1]](*sys.argv[2:])

@@ -1,7 +1,6 @@
 """One of two processes dies, fails or never comes: the other ends. Three are in distributed."""
 
 import signal
-import socket
 
 import pytest
 from running import finish, free_port, start, start_two, wait_for_steps, write_config
@@ -59,14 +58,3 @@ def test_a_missing_peer_ends_the_start(folder):
     assert code == -signal.SIGABRT, output
     assert "DEADLINE_EXCEEDED" in output
     assert [path.name for path in (folder / "run").iterdir()] == ["lives.json"]
-
-
-@pytest.mark.slow
-def test_the_port_of_the_coordinator_is_taken(folder):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        place = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "1"]
-        code, output = finish(start(folder, "run", *place, "--process-id", "0"), timeout_s=60)
-
-    assert code == 1, output
-    assert f"maxmars: error: process 0 cannot listen at port {port}" in output
