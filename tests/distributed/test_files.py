@@ -239,8 +239,8 @@ def test_buckets_that_cannot_be_used_are_told_in_a_line_each():
 
 
 COMMANDS_ON_A_BUCKET = (
-    "train quickstart --workdir gs://bucket/run",
-    "train quickstart:data=gs://bucket/tokens",
+    "train quickstart --workdir gs://bucket/run --num-processes 1",
+    "train quickstart:data=gs://bucket/tokens --num-processes 1",
     "train quickstart --init-from gs://bucket/run --num-processes 1",
     "generate gs://bucket/run --prompt a",
     "audit gs://bucket/run",
