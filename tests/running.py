@@ -6,8 +6,29 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pytest
 from xla_flags import xla_flags
+
+from maxmars.cli import main
+
+CONFIG = """
+import dataclasses, sys
+sys.path.insert(0, {tests!r})
+from maxmars.config import *
+from tiny import ADAMW, MODEL, tiny_config
+
+def get_config():
+    return tiny_config({arguments})
+"""
+
+
+def write_config(folder, arguments):
+    """Write the config of `start`, `tiny_config` with these arguments; returns the folder."""
+    text = CONFIG.format(tests=str(Path(__file__).parent), arguments=arguments)
+    (folder / "config.py").write_text(text)
+    return folder
 
 
 def environment(cache, devices=1):
@@ -35,6 +56,14 @@ def start(folder, name, *arguments, devices=2):
     return start_python(folder, *command, *arguments, devices=devices)
 
 
+def train_here(folder, name, *arguments):
+    """What `start` does, in this process, which has eight devices."""
+    words = ["train", folder / "config.py", "--workdir", folder / name, "--num-processes", 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MAXMARS_CACHE", str(folder / "cache"))
+        main([*map(str, [*words, *arguments])])
+
+
 def start_together(folder, name, count, *arguments, devices=1):
     """So many processes of one run, with so many devices each."""
     shared = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", count, "--process-id"]
@@ -46,7 +75,7 @@ def start_two(folder, name, *arguments):
     return start_together(folder, name, 2, *arguments)
 
 
-def finish(process, timeout_s=240):
+def finish(process, timeout_s=480):
     """Exit code and output."""
     try:
         output, _ = process.communicate(timeout=timeout_s)
@@ -75,9 +104,17 @@ def records(workdir):
     return {(row["step"], key): row[key] for row in rows for key in keys if key in row}
 
 
+def assert_same_losses(one, other):
+    """Those of two runs on different meshes, which sum in another order."""
+    ours, theirs = records(one), records(other)
+    assert ours.keys() == theirs.keys()
+    for key in theirs:
+        assert ours[key] == pytest.approx(theirs[key], abs=1e-5), key
+
+
 def wait_until(condition, process):
     """Wait while the process runs and the condition does not hold."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 480
     while time.monotonic() < deadline and process.poll() is None:
         if condition():
             return

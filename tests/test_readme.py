@@ -15,7 +15,7 @@ from markdown_pages import anchors_of, blocks_of, is_run, links_of
 from maxmars.cli import COMMANDS, main
 from maxmars.cli.parse import parse_arguments
 from maxmars.cli.train import TrainArguments
-from maxmars.config import GPT2Config
+from maxmars.config import GPT2Config, load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = sorted((ROOT / "maxmars").glob("*/README.md"))
@@ -68,43 +68,57 @@ def test_python_runs(name, code, place):
     exec(compile(code, name, "exec"), {"__name__": "readme", "SMALL": SMALL})
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [(name, words) for (name, *_), words in MAXMARS.items()],
-    ids=map(" ".join, MAXMARS),
-)
-def test_commands_have_these_flags(name, words, place, capsys):
-    for block in blocks_of(TEXTS[name]):
-        if file := block.said("file"):
-            Path(file).write_text(block.code)
-    command, *rest = words
-    assert command in COMMANDS
-    if command == "train" and not {"--help", "--help-all"} & set(rest):
-        assert parse_arguments(TrainArguments, rest, prog="maxmars train").config.name
-        return
-    before = rest[: rest.index("--")] if "--" in rest else rest
-    shown = list(itertools.takewhile(lambda word: not word.startswith("-"), before))
-    if command == "launch" and shown[1:] and shown[1] not in ("status", "logs", "stop", "delete"):
-        main([command, rest[0], "--dry-run", *rest[1:]])
-        assert "maxmars train" in capsys.readouterr().out
-        return
-    # The help of the others has no use for their last words, which need not exist.
-    words_of_help = {
-        "launch": 2,
-        "data": 1,
-        "plan": 1,
-        "train": 1,
-        "compare": 1,
-        "verify-resume": 1,
-    }
-    shown = shown[: words_of_help.get(command, 0)]
-    with pytest.raises(SystemExit) as stop:
-        main([command, *shown, "--help-all"])
-    assert stop.value.code == 0
-    printed = capsys.readouterr().out
-    flags = {word.partition("=")[0] for word in before if word.startswith("--")}
-    flags -= {"--", "--help", "--help-all"}
-    assert {flag for flag in flags if flag not in printed} == set()
+def flags_of(words: list[str]) -> dict[str, list[str]]:
+    """The options of a command line before `--`, each with its values."""
+    flags: dict[str, list[str]] = {}
+    for word in itertools.takewhile(lambda word: word != "--", words):
+        if word.startswith("-"):
+            flag, equals, value = word.partition("=")
+            flags[flag] = [value] if equals else []
+        elif flags:
+            flags[[*flags][-1]].append(word)
+    return flags
+
+
+def test_commands_have_these_flags(place, capsys):
+    """Commands of one kind have the same options, which are looked at once: it takes a second."""
+    flags: dict[tuple[str, ...], dict[str, list[str]]] = {}
+    shown: dict[tuple[str, ...], list[str]] = {}  # of a kind, its words before the options
+    for (name, *_), (command, *rest) in MAXMARS.items():
+        for block in blocks_of(TEXTS[name]):
+            if file := block.said("file"):
+                Path(file).write_text(block.code)
+        assert command in COMMANDS, name
+        words = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))
+        # Words after these need not exist: `data prepare FILES`, `generate RUN`.
+        words = words[
+            : {"launch": 2, "data": 1, "plan": 1, "train": 1, "compare": 1}.get(command, 0)
+        ]
+        kind = (command, *words)
+        if command in ("train", "plan", "compare") and words != ["verify"]:
+            config = load_config(words[0])
+            parts = (config.model, config.optimizer, config.data)
+            file = words[0].partition(":")[0]
+            kind = (command, file, *(type(part).__name__ for part in parts))
+        elif command == "launch" and words[1] not in ("status", "logs", "stop", "delete"):
+            kind = (command, *rest)
+        shown.setdefault(kind, words)
+        flags[kind] = flags.get(kind, {}) | flags_of(rest)
+    for (command, *rest), options in flags.items():
+        options = {k: v for k, v in options.items() if k not in ("--help", "--help-all")}
+        words = shown[command, *rest]
+        if command == "train":
+            words = [*words, *itertools.chain(*([flag, *v] for flag, v in options.items()))]
+            assert parse_arguments(TrainArguments, words, prog="maxmars train").config.name
+        elif command == "launch" and rest != words:
+            main([command, rest[0], "--dry-run", *rest[1:]])
+            assert "maxmars train" in capsys.readouterr().out
+        else:
+            with pytest.raises(SystemExit) as stop:
+                main([command, *words, "--help-all"])
+            assert stop.value.code == 0
+            printed = capsys.readouterr().out
+            assert [flag for flag in options if flag not in printed] == [], (command, *words)
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -1,7 +1,7 @@
 """What parts of maxmars cost on this machine, beside the programs that others would use.
 
     python tools/bench.py device                           the ceilings of steps on an accelerator
-    python tools/bench.py data [--prepare 'texts/*.txt']   reading tokens; text to tokens
+    python tools/bench.py data                             reading tokens
     python tools/bench.py checkpoint [--size small]        a save, a restore, host memory
     python tools/bench.py eval QUESTIONS [--model DIR]     HellaSwag beside lm-evaluation-harness
     python tools/bench.py generate [--target RUN]          tokens/s of generation
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import glob
 import importlib.util
 import json
 import logging
@@ -135,7 +134,6 @@ def bench_device(args: argparse.Namespace) -> dict[str, Any]:
 
 BATCH, LENGTHS, VOCAB_SIZE = 32, (1024, 128), 50257
 GET_BATCH = "nanoGPT's get_batch"
-SPARSE_TOKENS, FAR_STEP = 9_000_000_000, 10**6
 
 
 def bench_data(args: argparse.Namespace) -> dict[str, Any]:
@@ -144,21 +142,15 @@ def bench_data(args: argparse.Namespace) -> dict[str, Any]:
     Batches of 32 windows of random tokens, from files in the page cache: the cost of the code, not
     of a disk. get_batch is nanoGPT's up to the tensor; maxmars is what a process reads for a step,
     each id checked; Grain is the chain of its documentation; DataLoader runs in this process, where
-    PyTorch is installed. Then a sparse file of 9e9 tokens is opened and read at two steps.
+    PyTorch is installed.
     """
-    if args.prepare is not None:
-        return bench_prepare(args)
     import numpy as np
-
-    from maxmars.config import TokenDirectory
-    from maxmars.data.formats import open_split
 
     found = {}
     with tempfile.TemporaryDirectory() as name:
         root, rng = Path(name), np.random.default_rng(0)
-        for directory in ("a", "b", "sparse"):
-            (root / directory).mkdir()
         for directory in ("a", "b"):
+            (root / directory).mkdir()
             tokens = rng.integers(0, VOCAB_SIZE, args.tokens, np.uint16)
             tokens.tofile(root / directory / "train.bin")
         for length in LENGTHS:
@@ -169,17 +161,6 @@ def bench_data(args: argparse.Namespace) -> dict[str, Any]:
             }
             found[str(length)] = alternate(sides, args.rounds)
             print_rates(found[str(length)], "tokens/CPU s", ".2e", GET_BATCH)
-        with (root / "sparse" / "train.bin").open("wb") as file:
-            file.truncate(2 * SPARSE_TOKENS)
-        for step in (0, FAR_STEP):
-
-            def first(step: int = step) -> None:
-                named = TokenDirectory(path=str(root / "sparse"), tokenizer="gpt2")
-                stream = open_split(named, "train")
-                iterate(batches([stream], LENGTHS[0], step=step))()
-
-            taken_ms = 1e3 * seconds(first)
-            print(f"{SPARSE_TOKENS:.0e} tokens, opened and step {step:,} read: {taken_ms:.1f} ms")
     return found
 
 
@@ -232,7 +213,6 @@ def batches(
     length: int,
     weights: list[float] | None = None,
     order: Any = "shuffled",
-    step: int = 0,
 ) -> Any:
     """What a process of maxmars reads, as a dataset of Grain."""
     import numpy as np
@@ -246,7 +226,7 @@ def batches(
         parts=tuple(TokenWindows(s, length, at_every_token=random) for s in streams)
     )
     numbers = training_numbers(tokens.sizes, weights or [1.0], seed=0, order=order)
-    return process_batches(numbers, tokens.read, np.arange(BATCH)[None], BATCH, step * BATCH)
+    return process_batches(numbers, tokens.read, np.arange(BATCH)[None], BATCH, 0)
 
 
 def iterate(dataset: Any, ahead: int = 0) -> Callable[[], Any]:
@@ -272,49 +252,6 @@ class Windows:
     def __getitem__(self, index: int) -> Any:
         start = int(index) * self.length
         return self.tokens[start : start + self.length + 1].astype("int64")
-
-
-DOCUMENT_CHARACTERS = 4000
-
-
-def bench_prepare(args: argparse.Namespace) -> dict[str, Any]:
-    """MB a second of one process: `data prepare` with GPT-2's vocabulary, and bare tiktoken.
-
-    The texts are cut into documents and repeated to the size wanted. Prepare reads one JSON-lines
-    file and writes shards with checksums; tiktoken has the documents in memory and writes nothing.
-    """
-    import tiktoken
-
-    from maxmars.data.corpus import TextFiles
-    from maxmars.data.prepare import prepare
-    from maxmars.data.tokenizer import GPT2Tokenizer
-
-    text = "".join(Path(path).read_text() for path in sorted(glob.glob(args.prepare)))
-    if not text:
-        raise SystemExit(f"no text matches {args.prepare!r}")
-    starts = range(0, len(text), DOCUMENT_CHARACTERS)
-    documents = [text[start : start + DOCUMENT_CHARACTERS] for start in starts]
-    documents *= max(round(args.megabytes * 1e6 / len(text)), 1)
-    megabytes = sum(len(document.encode()) for document in documents) / 1e6
-    encoding, tokenizer = tiktoken.get_encoding("gpt2"), GPT2Tokenizer()
-    with tempfile.TemporaryDirectory() as scratch:
-        lines = Path(scratch, "documents.jsonl")
-        lines.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-
-        def ours() -> None:
-            with tempfile.TemporaryDirectory(dir=scratch) as out:
-                corpus, target = TextFiles([str(lines)]), Path(out, "tokens")
-                prepare(corpus, target, tokenizer=tokenizer, source="a bench", workers=0)
-
-        def bare() -> None:
-            for document in documents:
-                encoding.encode_to_numpy(document, disallowed_special=())
-
-        runs = {"bare tiktoken": bare, "prepare": ours}
-        sides = {name: lambda run=run: megabytes / seconds(run) for name, run in runs.items()}
-        rates = alternate(sides, args.rounds)
-    print_rates(rates, f"MB/s, {megabytes:.0f} MB", ".1f", "bare tiktoken")
-    return rates
 
 
 # --- checkpoint -----------------------------------------------------------------------------------
@@ -628,10 +565,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = command(bench_data, 9)
     data.add_argument("--seconds", type=float, default=0.3, help="length of a turn")
     data.add_argument("--tokens", type=int, default=50_000_000, help="tokens to read from")
-    data.add_argument(
-        "--prepare", metavar="GLOB", help="time `data prepare` on these texts instead"
-    )
-    data.add_argument("--megabytes", type=float, default=50, help="of text for --prepare")
     checkpoint = command(bench_checkpoint, 5)
     checkpoint.add_argument("--directory", help="where to write (the temporary directory)")
     checkpoint.add_argument("--size", default="small", choices=("small", "medium", "large", "xl"))

@@ -1,7 +1,7 @@
 """Kill runs, move them between meshes, and compare them with undisturbed ones.
 
     python tools/faults.py kills [--kills 100] [--optimizers mars soap ...] [--out DIR]
-    python tools/faults.py meshes [--optimizers mars mars_shampoo] [--steps 10] [--out DIR]
+    python tools/faults.py meshes [--optimizers mars mars_shampoo] [--chains 0 1 2] [--out DIR]
 
 `kills` trains a small GPT-2 on the sources of Python under each optimizer: `fixed` always on one
 device, `moved` each time on another mesh or number of processes, `undisturbed` without signals.
@@ -40,10 +40,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from maxmars.checkpoint import list_steps, read  # noqa: E402
+from maxmars.train.audit import audit  # noqa: E402
 from maxmars.train.metrics import read_metrics  # noqa: E402
 
 CONFIG = '''\
@@ -146,18 +149,6 @@ def series(workdir: Path) -> dict[tuple[int, str], float]:
 
 def losses(workdir: Path) -> dict[int, float]:
     return {step: loss for (step, key), loss in series(workdir).items() if key == "train/loss"}
-
-
-def audit(workdir: Path, *options: object) -> tuple[int, str]:
-    """Exit code and output of `maxmars audit`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "maxmars", "audit", str(workdir), *map(str, options)],
-        env=os.environ | on_cpus(1, workdir.parent),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
 
 
 class Life:
@@ -283,9 +274,12 @@ class Life:
         if "Traceback" in "".join(map(self.output, range(self.place.processes))):
             yield "a stack trace"
         if newest(self.workdir):
-            code, text = audit(self.workdir)
-            if code or "one trajectory" not in text:
-                yield f"audit: {text}"
+            try:
+                verdict = audit(self.workdir, log=lambda text: None).verdict
+            except ValueError as error:
+                verdict = str(error)
+            if not verdict.startswith("one trajectory"):
+                yield f"audit: {verdict}"
 
 
 class Lives:
@@ -369,9 +363,11 @@ class Lives:
         drift = abs(means[0] - means[1])
         if not drift <= MAX_DRIFT:
             faults.append(f"moved: its last losses differ by {drift:.3f}")
-        code, text = audit(fixed, "--replay", EVERY)
-        if code or "the same digest" not in text:
-            faults.append(f"audit --replay: {text}")
+        words = [sys.executable, "-m", "maxmars", "audit", str(fixed), "--replay", str(EVERY)]
+        environment = os.environ | on_cpus(1, fixed.parent)
+        replay = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+        if replay.returncode or "the same digest" not in replay.stdout:
+            faults.append(f"audit --replay: {replay.stdout}{replay.stderr}")
         self.note(f"{optimizer}: {kills} kills, {steps} steps, drift {drift:.1e}", faults)
 
 
@@ -420,27 +416,30 @@ def main() -> None:
     kills.add_argument("--kills", type=int, default=100, help="of all runs")
     kills.add_argument("--seed", type=int, default=0, help="of all chance")
     meshes.add_argument("--steps", type=int, default=10, help="of a leg")
+    chains = range(len(CHAINS))
+    meshes.add_argument("--chains", type=int, nargs="+", choices=chains, default=chains)
     for command, some in ((kills, OPTIMIZERS), (meshes, ("mars", "mars_shampoo"))):
         command.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=some)
         command.add_argument("--out", type=Path, help="new directory to keep the runs in")
     args = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")  # of the audits here
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "out" if args.out is None else args.out.absolute()
         out.mkdir(parents=True)
         (out / "config.py").write_text(CONFIG)
         (out / "own.py").write_text(OWN_OPTIMIZER)
-        found = Lives(out, getattr(args, "seed", 0))
+        lives = Lives(out, getattr(args, "seed", 0))
         for i, optimizer in enumerate(args.optimizers):
             if args.command == "kills":
-                found.run_kills(optimizer, len(range(i, args.kills, len(args.optimizers))))
+                lives.run_kills(optimizer, len(range(i, args.kills, len(args.optimizers))))
             else:
-                for number in range(len(CHAINS)):
-                    found.run_chain(optimizer, number, args.steps)
-        shown = f"{found.lives} lives: {len(found.faults) or 'no'} faults"
+                for number in args.chains:
+                    lives.run_chain(optimizer, number, args.steps)
+        shown = f"{lives.lives} lives: {len(lives.faults) or 'no'} faults"
         if args.command == "kills":
-            shown = f"{args.kills} kills ({found.in_files} in file operations), {shown}"
+            shown = f"{args.kills} kills ({lives.in_files} in file operations), {shown}"
         print(shown)
-        sys.exit(bool(found.faults))
+        sys.exit(bool(lives.faults))
 
 
 if __name__ == "__main__":

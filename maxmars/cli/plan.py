@@ -86,14 +86,14 @@ def run(argv: list[str]) -> int:
     with Progress(quiet=True) as progress:
         with progress.waiting(f"compiling for {arguments.topology}"):
             from maxmars.plan import get_topology, make_plan  # loads JAX
-            from maxmars.plan.compile import find_fit
+            from maxmars.plan.compile import compile_prepared
             from maxmars.plan.faster import find_faster
             from maxmars.plan.plan import print_plan
 
             topology = get_topology(arguments.topology, arguments.num_slices)
             if arguments.max_memory is not None:
                 limit = _max_bytes(arguments.max_memory, topology.memory_bytes)
-                config, step = find_fit(config, topology, limit, log=log)
+                config, step = compile_prepared(config, topology, max_bytes=limit, log=log)
                 overrides = ["--num-microbatches", str(config.num_microbatches)]
                 if isinstance(config.model, GPT2Config):
                     overrides += ["--model.remat", str(config.model.remat)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
@@ -167,13 +166,16 @@ def compile_prepared(
       topology: the chips.
       log: gets a line for each program that is compiled to choose among policies.
       choices: gets each choice and its reason, in one line.
-      max_bytes: of a chip; given, the best policy and number of microbatches are searched.
+      max_bytes: of a chip; given, the cheapest policy and the largest microbatch that fit are
+        searched, with the same tokens a step; see `auto.search`.
       known: steps that are compiled already.
 
     Raises:
-      ValueError: the mesh does not divide the model or the batch.
+      ValueError: the mesh does not divide the model or the batch, or nothing fits in `max_bytes`.
       DoesNotFitError: the compiler refuses even the last policy.
     """
+    if max_bytes is not None:
+        config = dataclasses.replace(config, num_microbatches=None)
     parameters = Parameters(config.model, topology.mesh(config))
     results: list[tuple[TrainConfig, CompiledTrainStep | DoesNotFitError]] = list(known)
 
@@ -189,9 +191,11 @@ def compile_prepared(
         results.append((step.config, result))
         return result
 
+    def measured(result: CompiledTrainStep | DoesNotFitError) -> Needs:
+        return Needs(None) if isinstance(result, DoesNotFitError) else result.needs
+
     def measure(step: TrainStep) -> Needs:
-        config, result = step.config, compiled(step)
-        needs = Needs(None) if isinstance(result, DoesNotFitError) else result.needs
+        config, needs = step.config, measured(compiled(step))
         verdict = ""
         if max_bytes is not None:
             verdict = ", fits" if needs.fit(max_bytes) else ", too much"
@@ -208,38 +212,15 @@ def compile_prepared(
         measure=measure,
     )
     result = compiled(step)
-    if isinstance(result, DoesNotFitError):
-        raise result
-    return step.config, result
-
-
-def find_fit(
-    config: TrainConfig, topology: Topology, max_bytes: int, *, log: Callable[[str], None]
-) -> tuple[TrainConfig, CompiledTrainStep]:
-    """The cheapest rematerialisation and the largest microbatch that fit; see `auto.search`.
-
-    Args:
-      config: what to train; the tokens of a step stay the same.
-      topology: the chips.
-      max_bytes: memory of one chip that may be used.
-      log: gets a line for each program that was compiled.
-
-    Returns:
-      The config with this `model.remat` and `num_microbatches`, and its compiled step.
-
-    Raises:
-      ValueError: nothing fits, or no number of microbatches divides the batch over the mesh.
-    """
-    config, step = dataclasses.replace(config, num_microbatches=None), None
-    with contextlib.suppress(DoesNotFitError):
-        config, step = compile_prepared(config, topology, max_bytes=max_bytes, log=log)
-    if step is None or not step.needs.fit(max_bytes):
+    if max_bytes is not None and not measured(result).fit(max_bytes):
         raise ValueError(
             f"{config.name} does not fit in {max_bytes / 1e9:.2f} GB a chip on {topology.name}, "
             "not even with the smallest microbatch and model.remat=full; raise mesh.fsdp, or take "
             "more or larger chips."
         )
-    return config, step
+    if isinstance(result, DoesNotFitError):
+        raise result
+    return step.config, result
 
 
 # Memory of a compiled program.

@@ -175,7 +175,7 @@ def make_plan(
       topology: from `get_topology`.
       price: of a chip for an hour, in any currency.
       evaluate: whether to compile the evaluation step as well.
-      train_step: of `config`, if it is compiled already, as by `find_fit`.
+      train_step: of `config`, if it is compiled already, as by `compile_prepared`.
       calibrations: what was measured, by the chip's name.
       log: gets a line for each program that is compiled to choose `remat`.
 

@@ -592,8 +592,8 @@ def _source_license(source: Path) -> dict[str, Any]:
 
 def _eval_command(exported: Exported) -> str:
     """The command that measures the exported model, for people."""
-    source = exported.origin
-    target = source.path if isinstance(source, Checkpoint) else source.source
+    origin = exported.origin
+    target = origin.path if isinstance(origin, Checkpoint) else origin.origin
     return shlex.join(["maxmars", "eval", str(target), "--output", "scores.json"])
 
 

@@ -70,7 +70,7 @@ def test_padding_and_other_memories():
     fast = "f32[1024,128]{1,0:T(8,128)S(1)}"
     clock = step_clock(module([ARGUMENT, fusion("f", "x", 5000, "jit(f)/add", fast)], ADD), V5E)
     assert clock.low_cycles == pytest.approx(STREAM / 2)
-    narrow = "%x = f32[1024,64]{1,0} parameter(0)"
+    narrow = ARGUMENT.replace("128]", "64]")
     thin = fusion("f", "x", 5000, "jit(f)/add", "f32[1024,64]{1,0}")
     assert step_clock(module([narrow, thin], ADD), V5E).low_cycles == pytest.approx(STREAM)
 
@@ -144,13 +144,9 @@ def test_a_collective_waits_for_what_nothing_hides():
         clock = step_clock(module(body, ADD), V5E)
         assert clock.kinds[COLLECTIVES].cycles == pytest.approx(max(0, sent - hidden))
         assert clock.cycles == pytest.approx(max(sent, hidden))
-
-
-def test_a_synchronous_collective():
     gather = "all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}"
-    body = [ARGUMENT, f"ROOT %g = f32[2048,128]{{1,0}} {gather}"]
-    clock = step_clock(module(body), V5E)
-    assert clock.cycles == pytest.approx(4 * 1024 * 128 / 200e9 * 1.5e9)
+    clock = step_clock(module([ARGUMENT, f"ROOT %g = f32[2048,128]{{1,0}} {gather}"]), V5E)
+    assert clock.cycles == pytest.approx(sent)  # synchronous
 
 
 KERNEL = 'custom-call(%x), custom_call_target="tpu_custom_call"'
@@ -160,10 +156,8 @@ KERNEL = 'custom-call(%x), custom_call_target="tpu_custom_call"'
     ("name", "shape", "blocks"),
     [
         ("splash_mha_fwd_residuals.3", "bf16[2,12,1024,64]", 24 * 3),
-        ("splash_mha_dkv_no_residuals.1", "bf16[2,12,1024,64]", 24 * 4),
         ("splash_mha_dkv_no_residuals", "f32[4,128,8]", 4),  # of one row
         ("flat_attention_forward_64", "bf16[2,2048,1600]", 26 * 10),
-        ("flat_attention_backward_64.2", "bf16[2,1024,768]", 12 * 3),
         ("flat_attention_backward_128", "bf16[2,1000,1024]", 16 * 3),
     ],
 )

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from running import finish, start_two
+from running import finish_well, start_two, train_here
 
 # Python tells the hook of every file and directory that it opens.
 CONFIG = """
@@ -25,8 +25,9 @@ def write():
     own = [path for path in OPENED if path.startswith(str(FOLDER / "run"))]
     (FOLDER / f"opened_{{name}}.json").write_text(json.dumps(own))
 
-sys.addaudithook(note)
-atexit.register(write)
+if "--process-id" in sys.argv:  # not in the process of the tests
+    sys.addaudithook(note)
+    atexit.register(write)
 
 def get_config():
     return tiny_config(
@@ -38,25 +39,16 @@ def get_config():
 """
 
 
-def opened(folder, num_steps):
-    """What each of two processes opened in the working directory, relative to it."""
-    for process in start_two(folder, "run", "--num-steps", str(num_steps)):
-        code, output = finish(process)
-        assert code == 0, output
-    root = folder / "run"
-    return [
-        [str(Path(path).relative_to(root)) for path in json.loads(file.read_text())]
-        for file in (folder / f"opened_{i}.json" for i in range(2))
-    ]
-
-
 @pytest.mark.slow
 def test_the_second_process_reads_nothing_that_the_first_can_tell_it(tmp_path):
     (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
-    opened(tmp_path, 3)
-    first, second = opened(tmp_path, 5)
-    meta = "checkpoints/3/meta/data.json"
-    assert meta in first
+    train_here(tmp_path, "run", "--num-steps", 3)
+    finish_well(start_two(tmp_path, "run", "--num-steps", 5))
+    first, second = (  # relative to the working directory
+        [str(Path(path).relative_to(tmp_path / "run")) for path in json.loads(file.read_text())]
+        for file in (tmp_path / f"opened_{i}.json" for i in range(2))
+    )
+    assert "checkpoints/3/meta/data.json" in first
     assert [path for path in second if path.startswith("checkpoints/") and "meta/" in path] == []
     # Neither what the first process wrote of its own arrays, nor the older checkpoints.
     assert not any(path.endswith("array_metadatas/process_0") for path in second)

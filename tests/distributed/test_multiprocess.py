@@ -8,27 +8,28 @@ from typing import Any
 import numpy as np
 import pytest
 from hellaswag_questions import write_questions_file
-from running import finish_well, free_port, records, start_python, start_together
+from running import (
+    assert_same_losses,
+    finish_well,
+    free_port,
+    records,
+    start_python,
+    start_together,
+    train_here,
+    write_config,
+)
 from token_directories import write_shards
 
-from maxmars.cli import main
 from maxmars.train.audit import audit
 
 pytestmark = pytest.mark.multiprocess
 
 CONFIG = """
-import dataclasses, sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import EvalConfig, MeshConfig
-from tiny import MODEL, tiny_config
-
-def get_config():
-    return tiny_config(
-        num_steps=4,
-        model=dataclasses.replace(MODEL, num_layers=2),
-        mesh=MeshConfig(data=2, fsdp=4),
-        eval=EvalConfig(every=2, num_windows=20, batch_size=16),
-    )
+    num_steps=4,
+    optimizer=ADAMW,  # MARS: test_three_processes.py
+    model=dataclasses.replace(MODEL, num_layers=2),
+    mesh=MeshConfig(data=2, fsdp=4),
+    eval=EvalConfig(every=2, num_windows=20, batch_size=16),
 """
 
 
@@ -38,7 +39,7 @@ if __name__ == "__main__":
     import json
     port, count, place = map(int, sys.argv[1:])
     processes.initialize(f"127.0.0.1:{port}", count, place)
-    print("FOUND " + json.dumps(find()), flush=True)
+    print("RETURNED " + json.dumps(find()), flush=True)
     processes.shutdown()
 """
 
@@ -63,7 +64,7 @@ MESHES = {{
 parts = tuple(MixturePart(path=f"{directory}/{{i}}", weight=w) for i, w in ((0, 0.7), (1, 0.3)))
 
 def find():
-    found = {{}}
+    digests = {{}}
     for sizes in MESHES[jax.device_count()]:
         mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
         for name, data in (
@@ -83,8 +84,8 @@ def find():
                 batch = multihost_utils.process_allgather(batch, tiled=True)
                 val_sha.update(np.asarray(batch["tokens"])[np.asarray(batch["mask"])].tobytes())
             batches.close()
-            found[f"{{name}} on {{sizes}}"] = [sha.hexdigest(), val_sha.hexdigest()]
-    return found
+            digests[f"{{name}} on {{sizes}}"] = [sha.hexdigest(), val_sha.hexdigest()]
+    return digests
 """
 
 
@@ -107,41 +108,15 @@ def find():
     params = jax.jit(lambda: init_params(MODEL, 0), out_shardings=shardings)()
     questions = load_questions({questions!r})
     scores = HellaSwag(MODEL, mesh, ByteTokenizer(), questions)(params)
-    found = {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
-    return [jax.process_count(), found]
+    likelihoods = {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
+    return [jax.process_count(), likelihoods]
 """
 
 
-def train_here(config, workdir, *arguments):
-    """`maxmars train` in this process, which has eight devices."""
-    main(["train", str(config), "--workdir", str(workdir), "--num-processes", "1", *arguments])
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path / "cache"))
-    return tmp_path
-
-
-def write_config(folder, change=("", "")):
-    """The config of both, with a text of it replaced by another."""
-    text = CONFIG.replace(*change).format(tests=str(Path(__file__).parents[1]))
-    (folder / "config.py").write_text(text)
-    return folder / "config.py"
-
-
-def assert_same_losses(one, two):
-    expected, ours = records(one), records(two)
-    assert len(expected) == 4 + 3
-    assert ours.keys() == expected.keys()
-    for key in expected:
-        assert ours[key] == pytest.approx(expected[key], abs=1e-5), key
-
-
 @pytest.mark.seconds
-def test_two_processes_train_as_one_and_one_continues_their_run(folder, capsys):
-    config, one, two = write_config(folder), folder / "one", folder / "two"
-    train_here(config, one)
+def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys):
+    folder, two = write_config(tmp_path, CONFIG), tmp_path / "two"
+    train_here(folder, "one")
     steps = ("--num-steps", "2", "--schedule.decay-steps", "4")
     outputs = finish_well(start_together(folder, "two", 2, *steps, devices=4))
     assert "done: 2 steps" in outputs[0]
@@ -154,27 +129,16 @@ def test_two_processes_train_as_one_and_one_continues_their_run(folder, capsys):
     assert environment["num_processes"] == 2
     assert environment["num_devices"] == 8
 
-    train_here(config, two, "--schedule.decay-steps", "4")
+    train_here(folder, "two", "--schedule.decay-steps", "4")
     assert "continuing from step 2" in capsys.readouterr().out
-    assert_same_losses(one, two)
+    assert_same_losses(folder / "one", two)
+    assert len(records(two)) == 4 + 3
     audited = audit(two, log=lambda text: None)
     assert audited.verdict == "one trajectory up to rounding"
     assert audited.changes == ["at step 2: num_processes 2 -> 1"]
 
 
-@pytest.mark.slow
-def test_two_processes_train_as_one_where_only_tensor_splits(folder):
-    """Neither process has rows of its own: both read the same."""
-    sizes = "num_layers=2, num_heads=8), mesh=MeshConfig(tensor=8)"
-    config = write_config(
-        folder, ("num_layers=2),\n        mesh=MeshConfig(data=2, fsdp=4)", sizes)
-    )
-    train_here(config, folder / "one")
-    finish_well(start_together(folder, "two", 2, devices=4))
-    assert_same_losses(folder / "one", folder / "two")
-
-
-def found_by(program: Path, count: int, devices: int) -> list[Any]:
+def returned_by(program: Path, count: int, devices: int) -> list[Any]:
     """What `find` of a program returns in each of several processes together."""
     port = free_port()
     places = ((program, port, count, i) for i in range(count))
@@ -182,7 +146,7 @@ def found_by(program: Path, count: int, devices: int) -> list[Any]:
         [start_python(program.parent, *place, devices=devices) for place in places]
     )
     lines = [line for output in outputs for line in output.splitlines()]
-    return [json.loads(line[6:]) for line in lines if line.startswith("FOUND ")]
+    return [json.loads(line[9:]) for line in lines if line.startswith("RETURNED ")]
 
 
 def write_program(path: Path, text: str) -> Any:
@@ -198,20 +162,20 @@ def test_two_and_three_processes_see_the_stream_of_one(tmp_path):
         stream = np.random.default_rng(i).integers(0, 257, num_tokens)
         write_shards(tmp_path / str(i), stream, stream[:300], vocab_size=257)
     text = STREAMS.format(tests=str(Path(__file__).parents[1]), directory=tmp_path)
-    found = write_program(tmp_path / "streams.py", text)
-    assert len(found) == 12
-    assert found_by(tmp_path / "streams.py", 2, devices=4) == [found, found]
-    by_three = found_by(tmp_path / "streams.py", 3, devices=1)
+    one = write_program(tmp_path / "streams.py", text)
+    assert len(one) == 12
+    assert returned_by(tmp_path / "streams.py", 2, devices=4) == [one, one]
+    by_three = returned_by(tmp_path / "streams.py", 3, devices=1)
     assert len(by_three) == 3
     for name in ("shards", "mixture", "random windows"):
         digests = {
             tuple(value)
-            for each in (found, *by_three)
+            for each in (one, *by_three)
             for key, value in each.items()
             if key.startswith(f"{name} on")
         }
         assert len(digests) == 1, name  # the same on every mesh
-    assert len({train for train, _ in found.values()}) == 3
+    assert len({train for train, _ in one.values()}) == 3
 
 
 @pytest.mark.slow
@@ -220,8 +184,8 @@ def test_two_processes_score_hellaswag_as_one(tmp_path):
     tests = str(Path(__file__).parents[1])
     text = HELLASWAG.format(tests=tests, questions=str(questions))
     one = write_program(tmp_path / "score.py", text)
-    found = found_by(tmp_path / "score.py", 2, devices=4)
-    assert [count for count, _ in (one, *found)] == [1, 2, 2]
+    both = returned_by(tmp_path / "score.py", 2, devices=4)
+    assert [count for count, _ in (one, *both)] == [1, 2, 2]
     for name, expected in one[1].items():
-        np.testing.assert_allclose(found[0][1][name], expected, rtol=1e-5)
-    assert found[0] == found[1]
+        np.testing.assert_allclose(both[0][1][name], expected, rtol=1e-5)
+    assert both[0] == both[1]

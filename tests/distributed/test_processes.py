@@ -67,19 +67,13 @@ def join(arguments, environments):
 def test_two_processes_of_slurm_find_each_other_and_agree():
     slurm = SLURM | {"JAX_COORDINATOR_PORT": str(free_port())}
     places = [{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)} for i in range(2)]
-    found = join([], [slurm | place for place in places])
-    assert found == [[i, 2, 3, False, [3, 5]] for i in range(2)]
+    said = join([], [slurm | place for place in places])
+    assert said == [[i, 2, 3, False, [3, 5]] for i in range(2)]
 
 
-@pytest.mark.multiprocess
-@pytest.mark.slow
-@pytest.mark.parametrize("cluster", [{}, SLURM | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"}])
-def test_a_process_alone(cluster):
-    """Without a cluster, or with `--num-processes 1` whatever the cluster says."""
-    assert join([None, 1] if cluster else [], [cluster]) == [[0, 1, 3, True, [3, 5]]]
-
-
-def test_one_process_needs_no_cluster_and_agrees_with_itself():
+def test_a_process_alone_asks_no_cluster_and_agrees_with_itself(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
     processes.initialize(num_processes=1)
     assert not jax.distributed.is_initialized()
     assert processes.is_primary()
@@ -131,6 +125,13 @@ def test_the_coordinator_listens_no_further_than_it_must():
 def test_wrong_flags(arguments, named):
     with refused(ValueError, named):
         processes.initialize(*arguments)
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with refused(OSError, f"port {port}"):
+            processes.initialize(f"127.0.0.1:{port}", 1, 0)
 
 
 @pytest.mark.parametrize(

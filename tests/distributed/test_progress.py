@@ -28,10 +28,10 @@ def on_file(clock, **options):
     return Progress(console=console, clock=clock, **options), output
 
 
-def on_terminal(width, clock=Clock()):  # noqa: B008
+def on_terminal(width, clock, **options):
     output = io.StringIO()
     console = Console(file=output, width=width, force_terminal=True, highlight=False)
-    return Progress(console=console, clock=clock), output
+    return Progress(console=console, clock=clock, **options), output
 
 
 def without_times(text):
@@ -66,24 +66,6 @@ def test_plain_lines_away_from_a_terminal():
     assert "\x1b" not in output.getvalue()
 
 
-def test_one_task_after_another():
-    clock = Clock()
-    progress, output = on_file(clock)
-    for done in (0, 5, 10):
-        progress.update(f"reading {done}", done, 10)
-        clock.now += 50.0
-    for done in (0, 50):
-        progress.update(f"scoring {done}", done, 200)
-        clock.now += 10.0
-    assert without_times(output.getvalue()) == [
-        "reading 0",
-        "reading 5  ETA 0:50",
-        "reading 10",
-        "scoring 0",
-        "scoring 50  ETA 0:30",
-    ]
-
-
 def test_a_short_task_shows_nothing():
     clock = Clock()
     progress, output = on_file(clock, stderr=True)
@@ -112,7 +94,7 @@ def test_the_live_line_fits_80_columns_and_messages_stay_above_it():
 
 
 def test_kept_lines_stay_on_a_terminal_and_in_a_file():
-    for make in (lambda: on_file(Clock()), lambda: on_terminal(80)):
+    for make in (lambda: on_file(Clock()), lambda: on_terminal(80, Clock())):
         progress, output = make()
         for step in (1, 2, 3, 4):
             progress.update(f"step {step}/4", step, 4, keep=step != 3)
@@ -123,7 +105,7 @@ def test_kept_lines_stay_on_a_terminal_and_in_a_file():
 
 
 def test_on_a_terminal_long_messages_break_between_words_and_the_end_stays_last():
-    progress, output = on_terminal(40)
+    progress, output = on_terminal(40, Clock())
     progress.message(
         "  a message that is rather long for so narrow a screen, with /some/very/long/path"
     )
@@ -187,36 +169,16 @@ def test_warnings_are_lines_of_the_task_and_of_its_log(tmp_path, capfd):
     assert "skipped" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [
-        (0.4, "0"),
-        (999.4, "999"),
-        (999.6, "1.00k"),
-        (12_345.0, "12.3k"),
-        (999_999.0, "1.00M"),
-        (7.68e20, "768E"),
-        (2**40, "1.10T"),
-        (999.96e12, "1.00P"),
-    ],
-)
-def test_short_numbers(number, text):
-    assert short(number) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(7.0, "0:07"), (754.0, "12:34"), (3723.0, "1:02:03"), (86_399.6, "1d 00h")],
-)
-def test_durations(seconds, text):
-    assert duration(seconds) == text
+def test_numbers_and_durations_are_short():
+    numbers = {0.4: "0", 999.4: "999", 999.6: "1.00k", 12_345.0: "12.3k", 999.96e12: "1.00P"}
+    assert {number: short(number) for number in numbers} == numbers
+    durations = {7.0: "0:07", 754.0: "12:34", 3723.0: "1:02:03", 86_399.6: "1d 00h"}
+    assert {seconds: duration(seconds) for seconds in durations} == durations
 
 
 def test_a_wait_is_shown_with_its_seconds_and_goes_away():
     clock = Clock()
-    output = io.StringIO()
-    console = Console(file=output, width=80, force_terminal=True, highlight=False)
-    progress = Progress(console=console, clock=clock, stderr=True)
+    progress, output = on_terminal(80, clock, stderr=True)
     with progress.waiting("loading a model"):
         clock.now = 7.0
         while "loading a model, 7 s" not in output.getvalue():

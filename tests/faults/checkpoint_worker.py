@@ -3,7 +3,6 @@
 import json
 import resource
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -62,26 +61,21 @@ def names(directory):
     return sorted(path.name for path in Path(directory).iterdir())
 
 
-def hold(directory):
-    with Checkpointer(directory, CONFIG, mesh=make_mesh(MeshConfig())):
-        print("holding", flush=True)
-        time.sleep(600)
-
-
-def run_out_of(directory, *shortages):
+def run_out_of(directory):
     """Meet one shortage after the other, each in a directory of its name."""
-    for name in shortages:
-        {"limit": limit, "fill": fill, "descriptors": descriptors}[name](
-            f"{directory}/{name}/checkpoints"
-        )
+    for meet in (limit, descriptors):
+        meet(f"{directory}/{meet.__name__}/checkpoints")
 
 
-def run_out(directory, exhaust, relieve):
-    """Save a checkpoint, another without the space for it, go on from the first with space."""
-    mesh = make_mesh(MeshConfig())
+def limit(directory):
+    """Save a checkpoint, another without the space for it, go on from the first with space.
+
+    Files may not grow beyond a limit, which works without any rights.
+    """
+    mesh, unlimited = make_mesh(MeshConfig()), resource.getrlimit(resource.RLIMIT_FSIZE)
     checkpointer = Checkpointer(directory, CONFIG, mesh=mesh)
     checkpointer.save(1, place(host_state(1), mesh), data_position=8, wait=True)
-    exhaust()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1]))
     errors = []
     for attempt in (
         lambda: checkpointer.save(2, place(host_state(2), mesh), data_position=16, wait=True),
@@ -92,38 +86,13 @@ def run_out(directory, exhaust, relieve):
             attempt()
         except OSError as caught:
             errors.append(str(caught))
-    relieve()
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     with Checkpointer(directory, CONFIG, mesh=mesh) as checkpointer:
         restored = checkpointer.restore(abstract(mesh))
         checkpointer.save(2, place(host_state(2), mesh), data_position=16)
     after = {"step": restored.checkpoint.step, "sound": is_sound(restored)}
     again = list_steps(directory)
     print(json.dumps({"errors": errors, "after": after, "again": again, "left": names(directory)}))
-
-
-def limit(directory):
-    """Files may not grow beyond a limit: what works without any rights."""
-    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
-    run_out(
-        directory,
-        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, unlimited[1])),
-        lambda: resource.setrlimit(resource.RLIMIT_FSIZE, unlimited),
-    )
-
-
-def fill(directory):
-    """The directory lies on a small file system."""
-    ballast = Path(directory).parent / "ballast"
-
-    def exhaust():
-        with ballast.open("wb", buffering=0) as file:
-            try:
-                while True:
-                    file.write(bytes(2**16))
-            except OSError:
-                file.truncate(file.tell() - 2**20)  # room for the beginning of a save
-
-    run_out(directory, exhaust, ballast.unlink)
 
 
 def descriptors(directory):
@@ -185,5 +154,5 @@ def pair(directory, port, index):
 
 
 if __name__ == "__main__":
-    modes = [hold, run_out_of, pair]
+    modes = [run_out_of, pair]
     {mode.__name__: mode for mode in modes}[sys.argv[1]](*sys.argv[2:])

@@ -4,11 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from running import records
+from running import records, train_here
 from tiny import short_config
 
-from maxmars import cli
-from maxmars.checkpoint import read
+from maxmars.checkpoint import list_steps, read
 
 pytestmark = pytest.mark.slow
 
@@ -16,10 +15,12 @@ CONFIG = """
 import sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
+from maxmars.config import EvalConfig
 from tiny import short_config
 
 def get_config():
-    return short_config(Path({tokens!r}))
+    evaluations = EvalConfig(every=5, num_windows=16, batch_size=16)
+    return short_config(Path({tokens!r}), eval=evaluations)
 """
 
 
@@ -34,7 +35,11 @@ def halve(path):
 
 
 def empty(path):
-    path.write_bytes(b"")
+    if path.is_dir():
+        shutil.rmtree(path)
+        path.mkdir()
+    else:
+        path.write_bytes(b"")
 
 
 def delete(path):
@@ -48,55 +53,52 @@ def largest_array(checkpoint):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Tokens, a run of four steps on them with a checkpoint each, and the same one up to six."""
+    """Tokens, a run of five steps on them with a checkpoint each, and the same one up to six."""
     folder = tmp_path_factory.mktemp("damage")
     short_config(folder / "tokens")
     tests = str(Path(__file__).parents[1])
     text = CONFIG.format(tests=tests, tokens=str(folder / "tokens"))
     (folder / "config.py").write_text(text)
-    train(folder, folder / "run", 4)
+    train_here(folder, "run", "--num-steps", 5)
     shutil.copytree(folder / "run", folder / "undisturbed")
-    train(folder, folder / "undisturbed", 6)
+    train_here(folder, "undisturbed", "--num-steps", 6)
     return folder
 
 
-def train(folder, workdir, num_steps, *options):
-    words = ["train", str(folder / "config.py"), "--workdir", str(workdir)]
-    words += ["--num-steps", str(num_steps), "--num-processes", "1"]
-    cli.main([*words, *map(str, options)])
-
-
-@pytest.mark.parametrize("damage", [flip, halve, empty, delete])
-def test_a_damaged_checkpoint(folder, tmp_path, capsys, damage):
-    run = shutil.copytree(folder / "run", tmp_path / "run")
-    damage(largest_array(run / "checkpoints" / "4"))
-    train(folder, run, 6)
-    printed = capsys.readouterr()
-    assert "continuing from step 3" in printed.out + printed.err
-    assert (run / "checkpoints" / "4.damaged").is_dir()
+def assert_undisturbed(folder, run):
     end = read(folder / "undisturbed" / "checkpoints")
     assert read(run / "checkpoints").digests == end.digests
     assert records(run) == records(folder / "undisturbed")
 
 
-@pytest.mark.parametrize(
-    ("damage", "name"),
-    [
-        (flip, "train_00000.bin"),
-        (halve, "train_00001.bin"),
-        (empty, "meta.json"),
-        (delete, "val_00000.bin"),
-    ],
-)
-def test_damaged_tokens(folder, tmp_path, capsys, damage, name):
-    run = shutil.copytree(folder / "run", tmp_path / "run")
-    tokens = shutil.copytree(folder / "tokens", tmp_path / "tokens")
-    damage(tokens / name)
-    with pytest.raises(SystemExit) as stop:
-        train(folder, run, 6, "--data.path", tokens)
-    assert stop.value.code == 1
-    assert str(tokens / name) in capsys.readouterr().err
+def test_a_run_goes_on_before_every_kind_of_damage(folder, tmp_path, capsys):
+    run = Path(shutil.copytree(folder / "run", tmp_path / "run"))
+    checkpoints = run / "checkpoints"
+    flip(largest_array(checkpoints / "2"))
+    halve(largest_array(checkpoints / "3"))
+    delete(largest_array(checkpoints / "4"))
+    empty(checkpoints / "5")
+    train_here(folder, run, "--num-steps", 6)
+    printed = "".join(capsys.readouterr())
+    assert "continuing from step 1" in printed
+    assert "Traceback" not in printed
+    assert list_steps(checkpoints) == [1, 2, 3, 4, 5, 6]
+    for step in (2, 3, 4, 5):
+        assert (checkpoints / f"{step}.damaged").is_dir()
+        assert f"checkpoints/{step} skipped: " in printed
+    assert_undisturbed(folder, run)
+
+
+def test_damaged_tokens_stop_a_run_until_they_are_mended(folder, tmp_path, capsys):
+    run = Path(shutil.copytree(folder / "run", tmp_path / "run"))
+    names = ("train_00000.bin", "train_00001.bin", "meta.json", "val_00000.bin")
+    for damage, name in zip((flip, halve, empty, delete), names, strict=True):
+        tokens = shutil.copytree(folder / "tokens", tmp_path / damage.__name__)
+        damage(tokens / name)
+        with pytest.raises(SystemExit) as stop:
+            train_here(folder, run, "--num-steps", 6, "--data.path", tokens)
+        assert stop.value.code == 1
+        assert str(tokens / name) in capsys.readouterr().err
     tokens = shutil.copytree(folder / "tokens", tmp_path / "mended")
-    train(folder, run, 6, "--data.path", tokens)
-    end = read(folder / "undisturbed" / "checkpoints")
-    assert read(run / "checkpoints").digests == end.digests
+    train_here(folder, run, "--num-steps", 6, "--data.path", tokens)
+    assert_undisturbed(folder, run)

@@ -23,12 +23,12 @@ MESHES = {"h100:8": MeshConfig(fsdp=8), "h200:16": MeshConfig(data=2, fsdp=8)}
 
 @pytest.fixture(scope="module")
 def plans():
-    found = {}
+    plans = {}
     for name, topology in (("shampoo", "h100:8"), ("shampoo", "h200:16"), ("mars", "h200:16")):
         mesh, optimizer = MESHES[topology], OPTIMIZERS[name]
         config = tiny_config(optimizer=optimizer, mesh=mesh, global_batch_size=32)
-        found[name, topology] = make_plan(config, get_topology(topology), evaluate=False)
-    return found
+        plans[name, topology] = make_plan(config, get_topology(topology), evaluate=False)
+    return plans
 
 
 def test_memory_is_the_compilers(plans):

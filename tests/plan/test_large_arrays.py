@@ -18,9 +18,12 @@ from maxmars.model.parameters import Parameters
 from maxmars.plan import get_topology, make_plan
 
 ROOT = Path(__file__).parents[2]
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
-)
+
+
+def on_tpus(test):
+    reason = "libtpu (extra `tpu`) is not installed"
+    without = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason=reason)
+    return pytest.mark.slow(pytest.mark.usefixtures("uncached")(without(test)))
 
 
 CALLED = {
@@ -43,7 +46,7 @@ class ArrayShape:
 def arrays(program):
     """The arrays that a compiled program writes to memory: none inside a fusion or a kernel."""
     module = parse(program)
-    todo, seen, found = [module.entry], {module.entry}, []
+    todo, seen, written = [module.entry], {module.entry}, []
     while todo:  # computations that run by themselves: neither fused nor a reduction's
         for instruction in module.computations[todo.pop()].instructions.values():
             called = set(instruction.called(*CALLED.get(instruction.opcode, ()))) - seen
@@ -51,8 +54,8 @@ def arrays(program):
             seen |= called
             for dtype, dims in re.findall(r"(\w+)\[([\d,<=]*)\]", instruction.shape):
                 sizes = tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)
-                found.append(ArrayShape(dtype, sizes, instruction.name))
-    return found
+                written.append(ArrayShape(dtype, sizes, instruction.name))
+    return written
 
 
 def large_arrays(program, config, mesh):
@@ -60,31 +63,32 @@ def large_arrays(program, config, mesh):
     model, length = config.model, config.model.max_seq_len
     rows = config.microbatch_size // (mesh["data"] * mesh["fsdp"])
     heads, vocab = model.num_heads // mesh["tensor"], model.padded_vocab_size // mesh["tensor"]
-    found = []
+    large = []
     for array in arrays(program):
         others = [n for n in array.dims if n != length]
         if array.dims.count(length) >= 2 and {heads, rows * heads} & set(others):
-            found.append(array)
+            large.append(array)
         many = math.prod(array.dims) >= rows * length * vocab
         if many and vocab in array.dims and array.dtype == "f32":
-            found.append(array)
-    return found
+            large.append(array)
+    return large
 
 
 CONFIG = tiny_config(num_microbatches=1, mesh=MeshConfig(fsdp=8))
 MESH = {"data": 1, "fsdp": 8, "tensor": 1}
 
 
-@pytest.mark.parametrize("dims", [(2, 4, 16, 16), (8, 16, 16), (3, 4, 2, 16, 16), (2, 16, 264)])
-def test_large_arrays_are_found(dims):
-    program = jax.jit(lambda x: jnp.sin(x)).lower(jax.ShapeDtypeStruct(dims, jnp.float32))
-    assert large_arrays(program.compile(), CONFIG, MESH)
-
-
-@pytest.mark.parametrize("dims", [(2, 16, 32), (16, 16), (3, 2, 16, 128), (16, 264)])
-def test_other_arrays_are_not(dims):
-    program = jax.jit(lambda x: jnp.sin(x)).lower(jax.ShapeDtypeStruct(dims, jnp.float32))
-    assert not large_arrays(program.compile(), CONFIG, MESH)
+@pytest.mark.parametrize(
+    ("is_large", "shapes"),
+    [
+        (True, [(2, 4, 16, 16), (8, 16, 16), (3, 4, 2, 16, 16), (2, 16, 264)]),
+        (False, [(2, 16, 32), (16, 16), (3, 2, 16, 128), (16, 264)]),
+    ],
+)
+def test_large_arrays_are_found(is_large, shapes):
+    for dims in shapes:
+        program = jax.jit(lambda x: jnp.sin(x)).lower(jax.ShapeDtypeStruct(dims, jnp.float32))
+        assert bool(large_arrays(program.compile(), CONFIG, MESH)) == is_large, dims
 
 
 def gpt2(size, optimizer="mars", **changes):
@@ -97,9 +101,7 @@ def gpt2(size, optimizer="mars", **changes):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("uncached")
-@needs_libtpu
+@on_tpus
 @pytest.mark.parametrize(
     "change", [{"remat": None}, {"document_end_id": 50256}, {"optimizer": "sophia"}], ids=str
 )
@@ -112,18 +114,14 @@ def test_gpt2_small_writes_none_on_tpus(change):
         assert large_arrays(text, config, plan.mesh.shape) == []
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("uncached")
-@needs_libtpu
+@on_tpus
 def test_plain_attention_writes_them():
     config = gpt2("small", attention="plain", remat="full")
     plan = make_plan(config, get_topology("v5e:4x4"), evaluate=False)
     assert large_arrays(plan.train_step.executable, config, plan.mesh.shape)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("uncached")
-@needs_libtpu
+@on_tpus
 @pytest.mark.parametrize("optimizer", [AdamWConfig(), MarsConfig()], ids=["adamw", "mars"])
 def test_no_parameter_is_copied_on_tpus(optimizer):
     """Neither transposed nor in another layout, with one microbatch of few tokens: only bfloat16

@@ -39,14 +39,14 @@ SLICES = {"v5p:2x2x2": 2, "v5p:2x2x1": 1}
 
 @pytest.fixture(scope="module")
 def plans(uncached):
-    found = {}
+    plans = {}
     for topology, slices in SLICES.items():
         for name, optimizer in OPTIMIZERS.items():
             config = tiny_config(optimizer=optimizer, global_batch_size=32)
-            found[f"{name} {topology} x {slices}"] = make_plan(
+            plans[f"{name} {topology} x {slices}"] = make_plan(
                 config, get_topology(topology, slices), evaluate=False
             )
-    return found
+    return plans
 
 
 def test_no_place_of_data_lies_in_two_slices(plans):
@@ -106,7 +106,7 @@ def test_memory_is_the_compilers(plans):
 
 
 def test_traffic_stays_within_the_budgets(plans, request):
-    found = {
+    moved = {
         name: {
             f"{row.phase} {row.op} {','.join(row.axes or '?')} {row.network}": row.bytes
             for row in plan.collectives
@@ -115,10 +115,10 @@ def test_traffic_stays_within_the_budgets(plans, request):
         for name, plan in plans.items()
     }
     if request.config.getoption("--update-goldens"):
-        BUDGETS.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+        BUDGETS.write_text(json.dumps(moved, indent=1, sort_keys=True) + "\n")
     stored = json.loads(BUDGETS.read_text())
-    assert stored.keys() == found.keys()
-    for name, kinds in found.items():
+    assert stored.keys() == moved.keys()
+    for name, kinds in moved.items():
         for kind, size in kinds.items():
             assert size <= 1.1 * stored[name].get(kind, 0), (name, kind)
 

@@ -20,7 +20,6 @@ from maxmars.train import train
         ("jit(f)/optimizer/jit(clip)/max", "optimizer"),
         ("jit(f)/clip/sqrt", "clip"),
         ("jit(clip)/add", "other"),
-        ("", "other"),
     ],
 )
 def test_phases_come_from_the_scopes_of_the_step(path, phase):
@@ -34,18 +33,24 @@ def test_operations_at_the_same_time_are_busy_once():
     assert busy_ns(events) == 16
 
 
+def traced(folder):
+    """The tables of a run's traced steps, as text, and the per cent of each phase."""
+    config = short_config(folder / "tokens", num_steps=4)
+    train(config, folder / "run", profile=(2, 3), trace_tables=trace_tables)
+    text = (folder / "run" / "profile" / "host_000" / "operations.txt").read_text()
+    shares = re.findall(r"│ (\w+) +│[^│]*│ +([\d.]+)% │", text)
+    return text, {name: float(share) for name, share in shares}
+
+
 @pytest.mark.smoke
 @pytest.mark.slow
 def test_a_traced_run_prints_and_keeps_what_took_the_time(tmp_path, capsys):
-    config = short_config(tmp_path / "tokens", num_steps=4)
-    train(config, tmp_path / "run", profile=(2, 3), trace_tables=trace_tables)
+    text, shares = traced(tmp_path)
     directory = tmp_path / "run" / "profile" / "host_000"
     assert len(list(directory.rglob("*.xplane.pb"))) == 1
-    text = (directory / "operations.txt").read_text()
     shown = capsys.readouterr().out
     assert text in shown
     assert f"2 to 3 in {directory}" in shown
-    shares = {name: float(s) for name, s in re.findall(r"│ (\w+) +│[^│]*│ +([\d.]+)% │", text)}
     assert {name for name in PHASES if name in shares} == set(PHASES)
     assert sum(shares[name] for name in PHASES) == pytest.approx(100, abs=0.5)
     assert min(shares[name] for name in ("forward", "backward", "optimizer")) > 0
@@ -56,10 +61,7 @@ def test_a_traced_run_prints_and_keeps_what_took_the_time(tmp_path, capsys):
 
 @pytest.mark.gpu
 def test_a_trace_of_this_machine_names_the_operations_of_all_phases(tmp_path):
-    config = short_config(tmp_path / "tokens", num_steps=4)
-    train(config, tmp_path / "run", profile=(2, 3), trace_tables=trace_tables)
-    text = (tmp_path / "run" / "profile" / "host_000" / "operations.txt").read_text()
-    shares = {name: float(s) for name, s in re.findall(r"│ (\w+) +│[^│]*│ +([\d.]+)% │", text)}
+    _, shares = traced(tmp_path)
     assert min(shares[name] for name in ("forward", "backward", "optimizer")) > 0
 
 

@@ -36,27 +36,27 @@ def bench(*arguments):
 
 @pytest.mark.slow
 def test_the_table_and_the_json_of_one_config(tmp_path):
-    output = tmp_path / "found.json"
+    output = tmp_path / "result.json"
     done = bench(
         str(ROOT / "configs" / "quickstart.py"), "--output", str(output), "--one-at-a-time"
     )
     assert done.returncode == 0, done.stderr
     for name in ("tokens/s", "backward, %", "host, ms", "compile, s", "time to first step, s"):
         assert name in done.stdout
-    (found,) = json.loads(output.read_text())["results"]
-    assert found["config"]["model"]["num_layers"] == 2
-    assert found["recompiles"] == 0
-    assert sum(found["phases"].values()) == pytest.approx(1)
-    assert found["phases"]["forward"] > 0
-    assert found["phases"]["optimizer"] > 0
-    assert 0 < found["compile_time"] < found["first_step_time"] < found["time_to_first_step"]
-    assert found["tokens_per_sec"]["min"] <= found["tokens_per_sec"]["median"]
-    assert found["tokens_per_sec"]["max"] * found["step_time"]["min"] == pytest.approx(8 * 16)
-    assert 0 < len(found["longest"]) <= 10
-    assert sum(operation["share"] for operation in found["longest"]) <= 1
-    assert found["plan"]["memory"]["peak_bytes"] > found["plan"]["memory"]["parameters_bytes"]
-    assert found["environment"]["platform"] == "cpu"
-    assert "mfu" not in found  # a CPU's peak is not known
+    (result,) = json.loads(output.read_text())["results"]
+    assert result["config"]["model"]["num_layers"] == 2
+    assert result["recompiles"] == 0
+    assert sum(result["phases"].values()) == pytest.approx(1)
+    assert result["phases"]["forward"] > 0
+    assert result["phases"]["optimizer"] > 0
+    assert 0 < result["compile_time"] < result["first_step_time"] < result["time_to_first_step"]
+    assert result["tokens_per_sec"]["min"] <= result["tokens_per_sec"]["median"]
+    assert result["tokens_per_sec"]["max"] * result["step_time"]["min"] == pytest.approx(8 * 16)
+    assert 0 < len(result["longest"]) <= 10
+    assert sum(operation["share"] for operation in result["longest"]) <= 1
+    assert result["plan"]["memory"]["peak_bytes"] > result["plan"]["memory"]["parameters_bytes"]
+    assert result["environment"]["platform"] == "cpu"
+    assert "mfu" not in result  # a CPU's peak is not known
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here")
@@ -83,8 +83,8 @@ def test_pytorchs_model_and_loss_are_ours(monkeypatch):
         token_losses(make_model(config, jax.device_put(params)), jnp.asarray(tokens)).mean()
     )
     given = torch.tensor(tokens)
-    found = theirs(given[:, :-1], given[:, 1:]).detach()
-    assert float(found) == pytest.approx(ours, abs=1e-5)
+    loss = theirs(given[:, :-1], given[:, 1:]).detach()
+    assert float(loss) == pytest.approx(ours, abs=1e-5)
 
 
 def copy_params(torch, params, model):

@@ -25,18 +25,7 @@ def data(example):
     return example.split(*example.make_images())
 
 
-ALL = [
-    "adamw",
-    "lion",
-    "soap",
-    "sophia",
-    "muon",
-    "mars",
-    "mars_exact",
-    "mars_lion",
-    "mars_shampoo",
-    "mars_m",
-]
+ALL = ["adamw", "mars", "mars_exact", "mars_shampoo"]
 
 
 @pytest.mark.slow  # compiling takes seconds each
@@ -45,9 +34,9 @@ def test_every_optimizer_learns(example, data, name):
     """Images made on the spot, of ten classes: chance is 2.30 nats."""
     assert list(example.OPTIMIZERS) == ALL
     run = example.make_run(name, data, 8, width=16, num_layers=1)
-    found = jax.device_get(run(example.OPTIMIZERS[name][1], 0))
-    assert found["test_loss"] < 1.5
-    assert found["accuracy"] > 0.5
+    end = jax.device_get(run(example.OPTIMIZERS[name][1], 0))
+    assert end["test_loss"] < 1.5
+    assert end["accuracy"] > 0.5
 
 
 def run_script(example, monkeypatch, *arguments):
@@ -60,8 +49,8 @@ def test_the_star_is_at_the_least_validation_loss(example):
         names = ("train_loss", "validation_loss", "test_loss", "accuracy")
         return [dict.fromkeys(names, loss) for loss in losses]
 
-    found = {"mars": {0.01: seeds(0.5, 0.75), 0.1: seeds(0.125), 1.0: seeds(float("nan"))}}
-    header, *lines = example.table(found)
+    cells = {"mars": {0.01: seeds(0.5, 0.75), 0.1: seeds(0.125), 1.0: seeds(float("nan"))}}
+    header, *lines = example.table(cells)
     assert header.split() == ["optimizer", "rate", *seeds(0.0)[0]]
     assert [line.split()[1] for line in lines] == ["1e-02", "1e-01*", "1e+00"]
     assert "0.6250 ± 0.1768" in lines[0]
