@@ -190,7 +190,8 @@ def score_models(
                 "directory of tokens (--data.path DIR), or leave the loss out (--tasks hellaswag).",
             )
         if tasks is None or "hellaswag" in tasks:
-            questions = load_questions(hellaswag_path, num_questions=num_questions)
+            with status.waiting("reading HellaSwag"):  # which may be a download of 12 MB
+                questions = load_questions(hellaswag_path, num_questions=num_questions)
         evaluations = []
         if tasks is None or "own" in tasks:
             if own is None:

@@ -16,8 +16,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,6 +46,7 @@ from maxmars.launch.job import (
     run_program,
 )
 
+_KEY = Path(".ssh/google_compute_engine")  # gcloud's, in the home directory
 _STOPPED = 75  # exit code of a run that was stopped and can go on
 _SSH_TRIES = 4
 _ASK_TRIES = 30
@@ -452,6 +455,7 @@ class Launcher:
         Raises:
           ValueError: the run failed, the TPU cannot be had, or too many restarts.
         """
+        _check_agent(self._tpu)
         while True:
             try:
                 hosts = self._obtain()
@@ -653,6 +657,29 @@ class Launcher:
 
 def _is_under_way(state: str) -> bool:
     return state.startswith(("running", "restarting"))
+
+
+def _check_agent(tpu: TpuOptions) -> None:
+    """Check what gcloud checks before it connects to several hosts: then no TPU is created in vain.
+
+    Raises:
+      ValueError: an ssh-agent runs that has keys, and not gcloud's.
+    """
+    if (
+        tpu.slice.num_hosts == 1
+        or not os.environ.get("SSH_AUTH_SOCK")
+        or not shutil.which("ssh-add")
+    ):
+        return
+    key = Path.home() / _KEY
+    public = key.with_name(f"{key.name}.pub")
+    known = run_program(["ssh-add", "-L"])
+    words = public.read_text().split() if public.is_file() else []
+    if known.returncode == 0 and (len(words) < 2 or words[1] not in known.stdout):
+        raise ValueError(
+            f"the ssh-agent lacks gcloud's key {key}, which gcloud needs for several hosts; "
+            f"run `ssh-add {key}`, or launch without the agent: `env -u SSH_AUTH_SOCK maxmars ...`."
+        )
 
 
 def launch(options: TpuOptions, job: Job) -> int:

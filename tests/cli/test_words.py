@@ -209,7 +209,7 @@ REFUSALS = [
     (1, "import EMPTY out", "EMPTY"),
     (1, "data prepare *.text out", "*.text"),
     (1, "data prepare pyhton out", "python"),
-    (1, "data prepare . out", "./*.txt"),
+    (1, "data prepare . out", ". is a directory; name its files"),
     (1, "data prepare TEXT.txt s3://b/out", "s3://b/out"),
     (1, "data prepare DEEP.jsonl out", "DEEP.jsonl, line 1"),
     (1, "data prepare HUGE.txt out", "17.6TB"),

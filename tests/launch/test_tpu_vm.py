@@ -166,6 +166,19 @@ def test_what_lasts_ends_the_launch(cloud, capsys, name):
     assert cloud.count(" delete ") == 0
 
 
+def test_an_agent_without_the_key_is_told_before_anything_is_created(
+    cloud, capsys, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SSH_AUTH_SOCK", "/agent")
+    program(tmp_path / ".ssh" / "google_compute_engine.pub", "ssh-rsa AAgoogle me")
+    agent = "#!/bin/sh\necho ssh-ed25519 AAother me\n"
+    program(cloud.folder / "local" / "ssh-add", agent)
+    assert launch(*START) == 1
+    assert "google_compute_engine" in capsys.readouterr().err
+    assert not (cloud.folder / "calls").exists()
+
+
 @pytest.mark.seconds
 def test_flags_of_gcloud_and_hosts_behind_iap(cloud):
     options = ["--gcloud-flag", "--internal-ips", "--gcloud-flag=--network=my net", "--alpha"]
