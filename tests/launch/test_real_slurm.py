@@ -137,17 +137,17 @@ def test_stop_lets_a_run_save_however_long_that_takes(slurm, launched):
 def test_ten_stops_with_hardly_a_step_are_not_queued_again(slurm, launched):
     # Eight lives before: each takes some seconds. The job waits meanwhile.
     job = launched.launch("--sbatch", "--hold")
-    before = {"job": job, "stops": 8, "vain_stops": 8, "step": 0, "lives": []}
+    before = {"job": job, "vain_stops": 8, "step": 0, "lives": []}
     notes = launched.workdir / "lives.json"
     notes.write_text(json.dumps(before))
     slurm.ask("scontrol", "release", job)
 
-    def has_begun(stops):
+    def has_begun(count):
         lives = json.loads(notes.read_text())
-        return lives["stops"] == stops and lives["lives"]
+        return lives["vain_stops"] == count and lives["lives"]
 
-    for stops in (8, 9):
-        launched.wait_for(lambda n=stops: has_begun(n))
+    for count in (8, 9):
+        launched.wait_for(lambda n=count: has_begun(n))
         slurm.ask("scancel", "--signal=TERM", job)  # as SLURM does before a time limit
     launched.wait_for(lambda: launched.state(job) == "FAILED")
     assert slurm.job(job)["ExitCode"] == "1:0"
