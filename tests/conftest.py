@@ -54,11 +54,6 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(100_000, 20, 20)
 
 
-# What is on the disk itself shows only when the power is cut, which no test does. Waiting for it
-# was most of the time of tests that prepare text.
-os.fsync = lambda descriptor: None
-
-
 def pytest_collection_finish():
     gc.freeze()  # modules stay
 
