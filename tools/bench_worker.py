@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from maxmars.config import TrainConfig
 
 STARTED = time.perf_counter()
-TRACED_STEPS = 3
+TRACED_STEPS = 2
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package of this checkout
 
 

@@ -61,8 +61,9 @@ class GPT2Config(CheckedConfig):
     output of attention; `dots` also the results of all products with weights; None keeps
     everything. `auto` keeps as much as fits the device's memory, and everything on a CPU; a run
     that continues there keeps what was chosen, while it fits."""
-    scan_unroll: Count[int] = 1
-    """Blocks per iteration of the scan over layers; more compiles longer and can run faster."""
+    scan_unroll: Count[int] | None = None
+    """Blocks per iteration of the scan over layers; more compiles longer and can run faster. None
+    takes all on GPUs, and one elsewhere."""
 
     make = None  # no function of the user's own, as a ModuleConfig has
 

@@ -276,6 +276,10 @@ def on_shards(function: Callable[..., Any], *arrays: Any) -> Any:
     return on_devices(function, (by_batch,) * len(arrays), by_batch, axes=RULES.batch)(*arrays)
 
 
+GPUS = ("gpu", "cuda")
+"""Platforms of GPUs; the second is the compiler's name for those that are not there (`plan`)."""
+
+
 def ambient_platform() -> str | None:
     """Platform of the devices of the ambient mesh (`jax.set_mesh`); None where there is no mesh."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from maxmars.distributed.sharding import RULES, ambient_platform, constrain, on_devices
+from maxmars.distributed.sharding import GPUS, RULES, ambient_platform, constrain, on_devices
 
 CHUNK_BYTES = 2**29
 """Size of a chunk's logits on each device, about; with gradients on TPUs twice as much, as each
@@ -350,6 +350,28 @@ def _vocabulary(
     return _Vocabulary(embedding, first, vocab_size, num_shards, cap)
 
 
+def _reduced(
+    logits: Float[Array, "C V"], is_target: Bool[Array, "C V"]
+) -> tuple[Float[Array, " C"], Float[Array, " C"], Float[Array, " C"]]:
+    """Of each row the target's logit, the largest one, and the sum of exp(logit - largest)."""
+    targets = jnp.where(is_target, logits, 0)
+    if ambient_platform() not in GPUS:
+        largest = logits.max(-1)
+        return targets.sum(-1), largest, jnp.exp(logits - largest[:, None]).sum(-1)
+
+    def joined(a: Any, b: Any) -> Any:
+        (picked_a, largest_a, total_a), (picked_b, largest_b, total_b) = a, b
+        is_a = largest_a >= largest_b
+        factor = jnp.exp(-jnp.abs(largest_a - largest_b))
+        total = jnp.where(is_a, total_a + factor * total_b, factor * total_a + total_b)
+        return picked_a + picked_b, jnp.maximum(largest_a, largest_b), total
+
+    # GPUs then read the logits twice for the loss, not three times.
+    zero = jnp.zeros([], logits.dtype)
+    start = zero, jnp.asarray(jnp.finfo(logits.dtype).min), zero
+    return jax.lax.reduce((targets, logits, jnp.ones_like(logits)), start, joined, (1,))
+
+
 def _chunk(
     vocab: _Vocabulary,
     x: Float[Array, "C D"],
@@ -366,9 +388,7 @@ def _chunk(
     wide = logits.dtype
     # XLA fuses a comparison with the other passes over the logits, but not a gather.
     is_target = vocab.ids == targets[:, None]
-    picked = jnp.where(is_target, logits, 0).sum(-1)
-    largest = logits.max(-1)
-    total = jnp.exp(logits - largest[:, None]).sum(-1)
+    picked, largest, total = _reduced(logits, is_target)
     if vocab.num_shards > 1:
         every = jax.lax.all_gather(jnp.stack([picked, largest, total]), _TENSOR)
         picked, largest = every[:, 0].sum(0), every[:, 1].max(0)

@@ -7,7 +7,7 @@ program does; the program's text says which part of the step each one serves.
 from __future__ import annotations
 
 import io
-import itertools
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator
@@ -31,7 +31,7 @@ class Operation:
     """One operation of the program over the traced steps, on one device on average."""
 
     name: str
-    """Its name in the compiled program."""
+    """Its name in the compiled program, or the name of a library's kernel."""
     phase: str
     """One of `PHASES`; `other` if the compiler added it, or merged it from several phases."""
     jax_name: str
@@ -97,24 +97,30 @@ def read_trace(directory: Path, program: str) -> StepTrace:
     step = max(programs, key=lambda program: len(programs[program]))
     # Averages over devices: each ran the same program, so that a sum would say how many there are.
     devices: dict[tuple[str, int], list[Event]] = defaultdict(list)
-    for event in events:
-        if event.program == step and event.name in known:
+    for event in sorted(events, key=lambda event: event.start_ns):
+        if event.program == step and (event.name in known or event.in_graph):
             devices[event.device].append(event)
-    seconds: dict[str, float] = defaultdict(float)
-    counts: dict[str, float] = defaultdict(float)
-    for event in itertools.chain(*devices.values()):
-        seconds[event.name] += event.duration_ns * 1e-9 / len(devices)
-        counts[event.name] += 1 / len(devices)
+    seconds: dict[tuple[str, str, str], float] = defaultdict(float)
+    counts: dict[tuple[str, str, str], float] = defaultdict(float)
+    for of_device in devices.values():
+        phase = "other"
+        for event in of_device:
+            instruction = known.get(event.name)
+            if (
+                instruction is None
+            ):  # a library's or a copy: it serves what the kernel before it does
+                row = event.name, phase, "library or copy"
+            elif instruction.opcode in _CONTAINERS:
+                continue
+            else:
+                phase = phase_of(instruction.op_name)
+                row = event.name, phase, _jax_name(instruction.op_name) or instruction.opcode
+            seconds[row] += event.duration_ns * 1e-9 / len(devices)
+            counts[row] += 1 / len(devices)
     operations = [
-        Operation(
-            name=name,
-            phase=phase_of(known[name].op_name),
-            jax_name=_jax_name(known[name].op_name) or known[name].opcode,
-            seconds=seconds[name],
-            count=counts[name],
-        )
-        for name in sorted(seconds, key=lambda name: -seconds[name])
-        if known[name].opcode not in _CONTAINERS
+        Operation(name=name, phase=phase, jax_name=source, seconds=taken, count=counts[row])
+        for row, taken in sorted(seconds.items(), key=lambda item: -item[1])
+        for name, phase, source in [row]
     ]
     return StepTrace(
         operations=tuple(operations),
@@ -131,6 +137,8 @@ class Event:
     device: tuple[str, int]
     start_ns: float
     duration_ns: float
+    in_graph: bool = False
+    """Whether it is a kernel of a CUDA graph, of which XLA names only those that it made itself."""
 
 
 def _events(plane: Any, line: Any) -> Iterator[Event]:
@@ -140,6 +148,9 @@ def _events(plane: Any, line: Any) -> Iterator[Event]:
     for event in line.events:
         stats = {} if event.name.startswith("end: ") else dict(event.stats)
         name = stats.get("hlo_op", event.name.split(" = ")[0] if of_tpu else None)
+        in_graph = "cuda_graph_id" in stats
+        if in_graph:  # here `hlo_op` is the graph, and the kernel of fusion.3 is named fusion_3
+            name = re.sub(r"_(\d+)$", r".\1", event.name)
         if name is not None:
             yield Event(
                 name=str(name).lstrip("%"),
@@ -147,6 +158,7 @@ def _events(plane: Any, line: Any) -> Iterator[Event]:
                 device=(plane.name, int(str(stats.get("device_ordinal", 0)))),
                 start_ns=event.start_ns,
                 duration_ns=event.duration_ns,
+                in_graph=in_graph,
             )
 
 
@@ -200,7 +212,7 @@ def format_trace(trace: StepTrace, *, steps: int) -> str:
     )
     for op in shown:
         times, ms = f"{op.count / steps:g}", f"{1e3 * op.seconds / steps:.3f}"
-        table.add_row(op.name, op.phase, op.jax_name, times, ms, f"{op.seconds / total:.1%}")
+        table.add_row(op.name[:40], op.phase, op.jax_name, times, ms, f"{op.seconds / total:.1%}")
     console.print(table)
     return text.getvalue()
 

@@ -32,6 +32,7 @@ from maxmars.config.user_code import Source
 from maxmars.distributed.files import Workdir
 from maxmars.distributed.workdir import SOURCES
 from maxmars.model.attention import choose_attention
+from maxmars.model.gpt2 import blocks_at_once
 from maxmars.model.parameters import Parameters
 from maxmars.train.auto import with_compute_dtype
 from maxmars.train.compiler_options import compiler_options
@@ -166,7 +167,7 @@ def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
     if isinstance(model, GPT2Config):
         fields["model.compute_dtype"] = model.compute_dtype
         fields["model.attention"] = choose_attention(model, platform).implementation
-        fields["model.scan_unroll"] = model.scan_unroll
+        fields["model.scan_unroll"] = blocks_at_once(model, platform)
     return fields
 
 

@@ -106,6 +106,33 @@ def test_kernels_of_a_gpu_count_once_and_not_what_the_host_starts(tmp_path):
     assert trace.busy_seconds == pytest.approx(4e-6)
 
 
+def test_kernels_of_a_cuda_graph_are_named_by_xla_or_serve_what_came_before(tmp_path):
+    """As XLA writes them: `hlo_op` is the graph, and libraries' kernels have names of their own."""
+    kernels = [("mul_1", 3_000_000), ("nvjet_bf16", 4_000_000), ("add_2", 1_000_000)]
+    events = metadata = ""
+    for i, (name, duration) in enumerate(kernels, 1):
+        metadata += f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }} '
+        events += (
+            f"events {{ metadata_id: {i} offset_ps: {i * 10_000_000} duration_ps: {duration} "
+            'stats { metadata_id: 1 str_value: "command_buffer_1" } '
+            "stats { metadata_id: 2 uint64_value: 7 } stats { metadata_id: 3 uint64_value: 11 } } "
+        )
+    names = ("hlo_op", "program_id", "cuda_graph_id")
+    metadata += " ".join(
+        f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
+        for i, name in enumerate(names, 1)
+    )
+    text = f'planes {{ id: 1 name: "/device:GPU:0" lines {{ id: 1 {events} }} {metadata} }}'
+    trace_file = tmp_path / "host.xplane.pb"
+    trace_file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+    trace = read_trace(tmp_path, PROGRAM)
+    assert [(op.name, op.phase) for op in trace.operations] == [
+        ("nvjet_bf16", "forward"),
+        ("mul.1", "forward"),
+        ("add.2", "optimizer"),
+    ]
+
+
 @pytest.mark.parametrize("steps", [(1, 2), (3, 2), (2, 5)])
 def test_steps_that_cannot_be_traced_are_refused(tmp_path, steps):
     config = short_config(tmp_path / "tokens", num_steps=4)
