@@ -323,6 +323,10 @@ def run(args: argparse.Namespace, unit: Unit, limit_s: float) -> dict[str, Any]:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+            if (
+                code and (inner := output / "run.log").exists()
+            ):  # it goes with the scratch directory
+                log.write(inner.read_text())
         data = read_findings(output)
     if code is not None and (code or not data or data.get("skipped")):
         status = "failed"

@@ -22,7 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import GPUS, RULES, ambient_platform, on_devices
+from maxmars.distributed.sharding import RULES, ambient_platform, on_devices
 
 Implementation = Literal["plain", "blocked", "flat", "splash", "cudnn"]
 Heads = Float[Array, "B T H K"]
@@ -36,7 +36,8 @@ attention, the logarithm of each query's softmax denominator."""
 
 _KERNELS: dict[str | None, tuple[Implementation, ...]] = {  # the first that can is taken
     "tpu": ("flat", "splash"),
-    **{platform: ("cudnn",) for platform in GPUS},
+    "gpu": ("cudnn",),
+    "cuda": ("cudnn",),  # the compiler's name for GPUs that are not there (`plan`)
 }
 _DEVICES = {"flat": "TPUs", "splash": "TPUs", "cudnn": "NVIDIA GPUs"}
 FLAT_HEAD_DIMS = (64, 128)  # two or one fill a tile of 128 lanes

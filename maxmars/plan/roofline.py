@@ -96,7 +96,14 @@ class Calibration:
         return float(np.interp(np.log(num_parameters), np.log(sizes), shares))
 
 
-CALIBRATIONS: dict[str, Calibration] = {}
+CALIBRATIONS: dict[str, Calibration] = {
+    "H200 SXM": Calibration(
+        measured="2026-11-28, NVIDIA H200, JAX 0.11.2",
+        arithmetic=((124373760, 0.44), (1556840000, 0.499)),
+        memory=0.614,
+        error=0.134,
+    ),
+}
 """By `Chip.name`; a chip that is not here was never measured."""
 
 ASSUMPTIONS = (

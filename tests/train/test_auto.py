@@ -15,6 +15,7 @@ from maxmars.config.mesh import check_mesh
 from maxmars.distributed.sharding import make_mesh
 from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters, init_params
+from maxmars.plan import get_topology
 from maxmars.train import train
 from maxmars.train.audit import audit
 from maxmars.train.auto import (
@@ -285,6 +286,22 @@ def test_where_no_estimate_can_be_made_the_fewest_that_divide():
     assert choose_microbatches(UNSET, mesh, estimate, None, pytest.fail).num_microbatches == 1
     given = dataclasses.replace(UNSET, num_microbatches=4)
     assert choose_microbatches(given, mesh, estimate, 1000, pytest.fail) is given
+
+
+@pytest.mark.parametrize(
+    ("topology", "like"),
+    [pytest.param("v5e:2x2", "full", marks=pytest.mark.slow), ("cpu:4", None)],
+)
+def test_auto_counts_as_what_it_is_to_take(topology, like):
+    """On TPUs as the least memory; elsewhere more microbatches are better than recomputing."""
+    if topology.startswith("v5e"):
+        pytest.importorskip("libtpu", reason="libtpu (extra `tpu`) is not installed")
+    config = dataclasses.replace(UNSET, model=AUTO_REMAT.model, mesh=MeshConfig(fsdp=4))
+    mesh = get_topology(topology).mesh(config)
+    state = abstract_train_state(config, Parameters(config.model, mesh))
+    estimate = make_estimate(config, mesh, state)
+    assert estimate is not None
+    assert estimate(config) == estimate(with_remat(config, like))
 
 
 @pytest.mark.slow
