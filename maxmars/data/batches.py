@@ -245,8 +245,7 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTok
     for part in parts:
         if isinstance(part, GrainSource):
             windows: Windows = _own_windows(part, split, model)
-            what = f"data.source={part.source!r}, split {split!r}"
-            _check_all_have(windows.digest(), what)
+            _check_all_have(windows.digest(), f"data.source={part.source!r}, split {split!r}")
         else:
             assert isinstance(config, TokenOptions)  # own data alone are not
             windows = _token_windows(part, config, split, model)

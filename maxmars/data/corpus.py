@@ -304,8 +304,13 @@ class PythonSources(Corpus):
 
 def _matches(pattern: str) -> dict[str, tuple[int, str]]:
     """Size and version of each file that a path or glob means."""
-    if not is_remote(pattern):
-        return _matches_on_disk(pattern)
+    files = _matches_in_bucket(pattern) if is_remote(pattern) else _matches_on_disk(pattern)
+    if not files:
+        raise FileNotFoundError(f"no file matches {pattern!r}; check the path or the pattern.")
+    return files
+
+
+def _matches_in_bucket(pattern: str) -> dict[str, tuple[int, str]]:
     if not pattern.startswith("gs://"):
         raise ValueError(
             f"{pattern} must be files on a disk or gs://BUCKET/PATH; download them first."
@@ -317,12 +322,11 @@ def _matches(pattern: str) -> dict[str, tuple[int, str]]:
             raise _no_directory(pattern)
         objects = {path: store.info(path)} if store.isfile(path) else {}
         objects = objects or store.glob(path, detail=True)
-    files = {
+    return {
         f"gs://{name}": (info["size"], str(info.get("generation")))
         for name, info in objects.items()
         if info["type"] == "file" and (name == path or not os.path.basename(name).startswith("."))
     }
-    return _not_empty(files, pattern)
 
 
 def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
@@ -342,14 +346,7 @@ def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
             "link."
         )
     status = {name: os.stat(name) for name in names if os.path.isfile(name)}
-    files = {name: (of_file.st_size, str(of_file.st_mtime)) for name, of_file in status.items()}
-    return _not_empty(files, pattern)
-
-
-def _not_empty(files: dict[str, tuple[int, str]], pattern: str) -> dict[str, tuple[int, str]]:
-    if not files:
-        raise FileNotFoundError(f"no file matches {pattern!r}; check the path or the pattern.")
-    return files
+    return {name: (of_file.st_size, str(of_file.st_mtime)) for name, of_file in status.items()}
 
 
 def _no_directory(pattern: str) -> IsADirectoryError:

@@ -377,10 +377,8 @@ class Preparation(Recipe):
             return
         text = sum(size or 0 for size in sizes) * (1 - num_done / max(len(self.tasks), 1))
         tokens = text / (1 if isinstance(self.tokenizer, ByteTokenizer) else _BYTES_A_TOKEN)
-        needed, free = (
-            tokens * np.dtype(self.dtype).itemsize,
-            shutil.disk_usage(_existing(self.out)).free,
-        )
+        needed, place = tokens * np.dtype(self.dtype).itemsize, Path(self.out).absolute()
+        free = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
         if needed > free:
             raise ValueError(
                 f"{self.out}: the tokens of {short(text)}B of text need about {short(needed)}B, "
@@ -473,14 +471,6 @@ def _delete_all(directory: Workdir) -> None:
     """Delete a directory, even if others are at it too."""
     with contextlib.suppress(OSError), reporting(directory):
         directory.rmtree() if isinstance(directory, epath.Path) else shutil.rmtree(directory)
-
-
-def _existing(path: Workdir) -> Path:
-    """The nearest directory above a path, or itself, that exists."""
-    place = Path(path).absolute()
-    while not place.exists():
-        place = place.parent
-    return place
 
 
 def _shortened(value: Any) -> str:

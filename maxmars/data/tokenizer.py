@@ -328,7 +328,7 @@ class JsonTokenizer:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, tokens: Tokens) -> str:
-        runs = itertools.groupby(tokens.tolist(), self._is_known)
+        runs = itertools.groupby(tokens.tolist(), lambda token: 0 <= token < self.vocab_size)
         return "".join(
             self._decode(list(run)) if known else _REPLACEMENT * len(list(run))
             for known, run in runs
@@ -385,9 +385,6 @@ class JsonTokenizer:
             return text[before:]
 
         return add
-
-    def _is_known(self, token: int) -> bool:
-        return 0 <= token < self.vocab_size
 
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)

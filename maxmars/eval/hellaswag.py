@@ -222,6 +222,9 @@ PROTOCOLS: Mapping[Protocol, Callable[[Question, Tokenizer], tuple[Choices, list
 """Functions that encode a question. The second result are the numbers of characters or tokens by
 which `acc_norm` divides the log-likelihood of each ending."""
 
+METRICS: Mapping[Protocol, str] = {"lm_eval": "hellaswag", "completion": "hellaswag_completion"}
+"""What the names of metrics of a run begin with, after `eval/`."""
+
 
 # --- scores ---------------------------------------------------------------------------------------
 
@@ -484,7 +487,7 @@ class HellaSwagInLoop:
         seconds = time.monotonic() - started
         metrics = {"perf/hellaswag_time": seconds}
         summaries = {protocol: of_protocol.summary() for protocol, of_protocol in scores.items()}
-        for protocol, prefix in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
+        for protocol, prefix in METRICS.items():
             for metric in ("acc", "acc_norm"):
                 metrics[f"eval/{prefix}_{metric}"] = summaries[protocol][metric]
             metrics["eval/hellaswag_questions"] = summaries[protocol]["num_questions"]

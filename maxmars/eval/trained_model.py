@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
@@ -403,7 +404,6 @@ class Exported:
     """The result of `export_model`."""
 
     name: str
-    """Name of the model."""
     architecture: str
     """The class of `transformers` that loads it."""
     num_parameters: int
@@ -411,11 +411,10 @@ class Exported:
     num_bytes: int
     """Size of the weights."""
     num_files: int
-    """Number of files of weights."""
+    """Of weights."""
     notes: list[str]
     """Differences from the model, in sentences."""
     config: ModelConfig
-    """Of the model."""
     dtype: huggingface.Dtype
     """Type of the weights."""
     origin: Checkpoint | HFTarget
@@ -548,12 +547,8 @@ def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.
 
 def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
     """One parameter of a checkpoint, as Hugging Face's arrays."""
-    leaf: Any = Parameters(stored.model).abstract
-    for key in layout.path:
-        leaf = leaf[key]
-    for key in layout.path[::-1]:
-        leaf = {key: leaf}
-    array = np.asarray(jax.tree.leaves(load_params(stored, leaf))[0])
+    leaf = flatten_dict(Parameters(stored.model).abstract)[layout.path]
+    array = np.asarray(jax.tree.leaves(load_params(stored, unflatten_dict({layout.path: leaf})))[0])
     return array if layout.stacked else [array]
 
 

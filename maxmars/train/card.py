@@ -29,7 +29,7 @@ from maxmars.config.numbers import duration, short
 from maxmars.data.open_corpus import PRESETS
 from maxmars.distributed.files import Workdir, read_json, read_json_object, resolve, write_text
 from maxmars.distributed.workdir import DATA, IMPORTED_FROM
-from maxmars.eval.hellaswag import describe_count
+from maxmars.eval.hellaswag import METRICS, describe_count
 from maxmars.eval.report import harness_rows
 from maxmars.eval.trained_model import Exported, HFTarget
 from maxmars.model.parameters import Parameters
@@ -53,7 +53,6 @@ _PATH = re.compile(
     # Of a disk, also in hf:/path and file:///path, and gs://; of https:// nothing.
     r"(?<![\w./-])(?:gs:/|file://|~\w*)?/(?:[^\s'\"`(),;:=/]+/)*([^\s'\"`(),;:=/]+)/?"
 )
-_PROTOCOLS = {"lm_eval": "hellaswag", "completion": "hellaswag_completion"}
 
 Fields = Mapping[str, Any]
 
@@ -199,7 +198,7 @@ def _measured(exported: Exported, run: _Run | None, reports: Sequence[Fields]) -
         row = next((row for row in at_step if "eval/hellaswag_questions" in row), {})
         measured.scores = [
             (protocol, metric, float(row[key]), round(float(row["eval/hellaswag_questions"])))
-            for protocol, prefix in _PROTOCOLS.items()
+            for protocol, prefix in METRICS.items()
             for metric in ("acc", "acc_norm")
             if (key := f"eval/{prefix}_{metric}") in row
         ]
@@ -356,23 +355,22 @@ def _introduction(exported: Exported, stored: Checkpoint | None, run: _Run | Non
 def _use(directory: Path, exported: Exported, address: str, target: str) -> str:
     """How to load the model: by its address in transformers, and a GPT-2 as a target of maxmars."""
     kind = exported.architecture
-    if not (directory / "tokenizer.json").is_file():
-        return f"""\
-```python
-from transformers import {kind}
-
-model = {kind}.from_pretrained("{address}")
-```"""
-    in_python = f"""\
-```python
-from transformers import AutoTokenizer, {kind}
-
-model = {kind}.from_pretrained("{address}")
+    has_tokenizer = (directory / "tokenizer.json").is_file()
+    classes, text = kind, ""
+    if has_tokenizer:
+        classes = f"AutoTokenizer, {kind}"
+        text = f"""\
 tokenizer = AutoTokenizer.from_pretrained("{address}")
 inputs = tokenizer("Once", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-```"""
-    if exported.config.make is not None:
+"""
+    in_python = f"""\
+```python
+from transformers import {classes}
+
+model = {kind}.from_pretrained("{address}")
+{text}```"""
+    if not has_tokenizer or exported.config.make is not None:
         return in_python
     return f"""\
 {in_python}

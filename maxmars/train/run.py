@@ -361,14 +361,13 @@ def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> No
         may_write=owner,
     )
     run.verification = stack.enter_context(verification)
-    trained = 0 if saved is None else saved.tokens  # a step may have had more or fewer
-    run.tokens = lambda step: trained + (step - first_step) * config.tokens_per_step
     if saved is None:
+        trained, told = 0, None
         with run.clock("start", "making the digest of the state"):
             state_digest = combine(digest(saved_state(run.train_step, run.state)))
-    else:
-        state_digest = saved.digest
-    told = None if saved is None else saved.journal
+    else:  # a step before may have had more or fewer tokens
+        trained, told, state_digest = saved.tokens, saved.journal, saved.digest
+    run.tokens = lambda step: trained + (step - first_step) * config.tokens_per_step
     began = {
         "step": first_step,
         "digest": state_digest,
