@@ -1,7 +1,7 @@
 """How XLA compiles for CPUs in the tests, where most programs run for less time than they compile.
 
-Users have none of these flags: `cli/test_train_every_optimizer.py` trains without them, and so does
-CI's quickstart.
+Users have none of these flags: `cli/test_train_every_optimizer.py` trains the default optimizers
+without them, and so do CI's quickstart and its run from the wheel.
 """
 
 import importlib.metadata

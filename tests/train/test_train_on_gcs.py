@@ -65,7 +65,7 @@ MAXMARS = """
 import functools, sys
 from maxmars.checkpoint import lock
 
-lock.Lease = functools.partial(lock.Lease, duration_s=10.0)
+lock.Lease = functools.partial(lock.Lease, duration_s=6.0)
 from maxmars.cli import main
 main(sys.argv[1:])
 """
@@ -180,7 +180,7 @@ def test_killed_refused_and_continued(tmp_path):
 
         code, output = finish(runs.start(workdir, "--num-steps", last))
         assert code == 0, output
-        assert "waiting up to 10 s to see whether its owner" in output
+        assert "waiting up to 6 s to see whether its owner" in output
         assert f"continuing from step {max(steps)}" in output
         local = tmp_path / "local"
         code, output = finish(runs.start(local, "--num-steps", last))
