@@ -209,8 +209,8 @@ def real_units(args: argparse.Namespace, results: Results) -> Iterator[Unit]:
         steps = max(20, int(args.real_minutes * 60 * rate / (rows * 1024)) // 20 * 10)
     options = ["--schedule.warmup-steps", steps // 10, "--global-batch-size", rows]
     options += TINY if args.rehearse else ["--num-microbatches", 4, "--model.remat", "None"]
-    # Under the flag below XLA of JAX 0.11.2 runs no program with two equal attentions: no layers in
-    # a row, but a loop.
+    # Under the flag below XLA (JAX 0.11.2) runs no program that has two equal backward passes of
+    # attention, so the layers stay a loop.
     options += ["--model.scan-unroll", 1]
     missing = None if args.tokens else "no --tokens"
     flag = "--xla_gpu_exclude_nondeterministic_ops=true"
@@ -326,9 +326,8 @@ def run(args: argparse.Namespace, unit: Unit, limit_s: float) -> dict[str, Any]:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
-            if (
-                code and (inner := output / "run.log").exists()
-            ):  # it goes with the scratch directory
+            inner = output / "run.log"  # which goes with the scratch directory
+            if code and inner.exists():
                 log.write(inner.read_text())
         data = read_findings(output)
     if code is not None and (code or not data or data.get("skipped")):

