@@ -214,12 +214,10 @@ class Life:
                 return
             time.sleep(0.002)
 
-    def disturb(
-        self, ending: str, chance: random.Random, *, may_be_starting: bool
-    ) -> Iterator[str]:
+    def disturb(self, ending: str, chance: random.Random) -> Iterator[str]:
         """Send signals at a random time; what was wrong with the end."""
         victims = chance.choice(((0,), (1,), (0, 1))) if self.place.processes > 1 else (0,)
-        starting = may_be_starting and chance.random() < DISTURBED_WHILE_STARTING
+        starting = chance.random() < DISTURBED_WHILE_STARTING
         if not starting:
             self.wait_until(lambda: self.is_training)
         if self.slow:
@@ -295,22 +293,21 @@ class Lives:
         print(what, *(f"\n     FAULT: {fault}" for fault in faults), flush=True)
         self.faults += [f"{what}: {fault}" for fault in faults]
 
-    def life(self, life: Life, ending: str | None, *, may_be_starting: bool = True) -> bool:
-        """A life that signals end, or that goes to the end; whether it was killed."""
+    def life(self, life: Life, ending: str | None) -> None:
+        """A life that signals end, or that goes to the end."""
         self.lives += 1
         try:
             if ending is None:
                 codes = life.end(10 * PATIENCE_S)
                 faults = [f"it ended with {codes}; see {life.logs[0]}"] if any(codes) else []
             else:
-                faults = [*life.disturb(ending, self.chance, may_be_starting=may_be_starting)]
+                faults = [*life.disturb(ending, self.chance)]
         finally:
-            codes = life.end()
+            life.end()
         self.in_files += life.in_file_operation
         shown = f"{self.lives:4} {life.workdir.parent.name:13}{life.workdir.name:12}"
         shown += f"{life.place!s:27}{life.complete:6} to {newest(life.workdir):6}  {ending or '-'}"
         self.note(shown, [*faults, *life.check()])
-        return any(code not in (0, 75) for code in codes)
 
     def another(self, place: Place) -> Place:
         return self.chance.choice([other for other in PLACES if other != place])
@@ -339,17 +336,13 @@ class Lives:
         )
         place = PLACES[0]
         for run, count in ((fixed, kills - kills // 2), (moved, kills // 2)):
-            barren = 0  # lives in a row that saved nothing: `train` refuses to start after three
             for number in range(count):
                 if run == moved:
                     place = self.another(place)
                 if not self.endings:  # each as often as the others
                     self.endings = self.chance.sample(ENDINGS, len(ENDINGS))
-                ending = "TERM" if barren == 2 else self.endings.pop()
-                before = newest(run)
                 life = Life(run, optimizer, place, slow=number % 2 == 1)
-                self.life(life, ending, may_be_starting=barren < 2)
-                barren = 0 if newest(run) > before else barren + 1
+                self.life(life, self.endings.pop())
         last = max(step for run in (fixed, moved) for step, _ in series(run))
         steps = (last // EVERY + 2) * EVERY
         self.to_the_end(fixed, PLACES[0], steps)

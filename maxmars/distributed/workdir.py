@@ -37,7 +37,7 @@ PROFILE = "profile"  # host_000/ of each process, traces of `--profile`; train/t
 WANDB = "wandb.json"  # the id of the run at Weights & Biases; train/trackers.py
 
 # Written by train/lives.py before the run owns the directory, so they are no part of the journal.
-LIVES = "lives.json"  # starts in a row that made no new checkpoint
+LIVES = "lives.json"  # how many starts in a row came to nothing
 FAILED = "failed.json"  # the error of one of several processes, which writes it itself
 
 # Of `maxmars import`, which writes a working directory without a run.

@@ -96,8 +96,8 @@ class RunOptions(CheckedConfig):
     """Files of the checkout, relative to its top, that go along although they look like secrets or
     git ignores them, such as .env."""
     max_restarts: NotNegative[int] = 10_000
-    """How often the run may be started again, mostly after preemptions. Starts that make no new
-    checkpoint end it much earlier: 3 on the same machines, 10 after lost machines."""
+    """How often the run may be started again, mostly after preemptions. Ten starts in a row that
+    save fewer than ten steps each end it earlier."""
     price: Annotated[Positive[float] | None, arg(metavar="MONEY")] = None
     """Price of one chip or GPU for an hour, in any currency: what the machines cost an hour is then
     said before they are asked for."""

@@ -1,11 +1,9 @@
 """Stops a run that is started again and again and gets no further.
 
 Launchers start a run again whose machine was taken away or whose processes lost each other. Each
-start is a life. Process 0 keeps those that ended without a new checkpoint in `<workdir>/lives.json`
-and refuses to begin another one after `_MOST_CRASHES` on the same machines, which no lost machine
-explains, after `_MOST_LOSSES` others, or after `_MOST_VAIN_STOPS` that were stopped on request and
-had hardly trained. The refusal ends a launcher's restarts; the same command, given again by a
-person, begins to count anew.
+start is a life. Process 0 counts in `<workdir>/lives.json` those in a row that saved fewer than
+`_FEWEST_STEPS` steps, however they ended, and refuses to begin another one after `_MOST_LIVES`. The
+refusal ends a launcher's restarts; the same command, given again by a person, begins to count anew.
 
 A process of several that fails by an error of its own, which would come back, leaves it in
 `<workdir>/failed.json`. The others, who lose it, then end as it did: with 1.
@@ -18,13 +16,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import threading
 import time
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +42,7 @@ from maxmars.distributed.files import (
 from maxmars.distributed.workdir import CHECKPOINTS, FAILED, LIVES, LOGS
 
 _SLURM_JOB = "SLURM_JOB_ID"
-_MOST_CRASHES = 3
-_MOST_LOSSES = 10
-_MOST_VAIN_STOPS = 10  # on request, as at preemptions, each before `_FEWEST_STEPS` steps
+_MOST_LIVES = 10
 _FEWEST_STEPS = 10
 _LONGEST_PAUSE_S = 60.0  # shorter than the other processes wait for this one
 _PATIENCE_S = 2.0  # a process that is being killed keeps its lock for a moment
@@ -59,14 +54,12 @@ class _Record:
 
     job: str | None
     """The job of SLURM, which is the same when it is queued again; None elsewhere."""
-    vain_stops: int = 0
-    """How often the run was stopped on request since a life made `_FEWEST_STEPS` steps."""
     step: int = 0
     """Of the newest checkpoint when the last life began."""
-    lives: list[dict[str, Any]] = field(default_factory=list)
-    """Those since that checkpoint, each with the time at which it `began`, whether all processes of
-    the run came (`met`), and a hash of the `machines` that they ran on; None if it ended before it
-    could tell."""
+    lives: int = 0
+    """How many in a row, with that one, came to nothing so far."""
+    stopped: bool = False
+    """Whether that one ended on request."""
 
 
 class Life(contextlib.AbstractContextManager["Life"]):
@@ -99,28 +92,16 @@ class Life(contextlib.AbstractContextManager["Life"]):
         self._job = os.environ.get(_SLURM_JOB) or uuid.uuid4().hex
         newest = max(list_steps(self._workdir / CHECKPOINTS), default=0)
         record = _read(self._workdir / LIVES)
-        if newest > record.step:
-            record.lives = []
         if newest >= record.step + _FEWEST_STEPS:
-            record.vain_stops = 0
+            record.lives = 0
         record.step = newest
-        count = len(record.lives)
-        if count >= _MOST_LOSSES:
-            self._refuse_crashes(
-                record, f"{count} starts lost a machine, or a process that never came"
-            )
-        if record.vain_stops >= _MOST_VAIN_STOPS:
-            self._refuse(
-                record,
-                f"{_MOST_VAIN_STOPS} starts in a row were asked to stop before they had made "
-                f"{_FEWEST_STEPS} steps, as by a time limit that is too short",
-            )
-        if count >= 2:
-            pause_s = min(self._pause_s * 2 ** (count - 2), _LONGEST_PAUSE_S)
-            log(f"{count} starts in a row made no new checkpoint; waiting {pause_s:.0f} s")
+        if record.lives >= _MOST_LIVES:
+            self._refuse(record)
+        if record.lives >= 2 and not record.stopped:
+            pause_s = min(self._pause_s * 2 ** (record.lives - 2), _LONGEST_PAUSE_S)
+            log(f"{record.lives} starts in a row got no further; waiting {pause_s:.0f} s")
             time.sleep(pause_s)
-        began = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        record.lives.append({"began": began, "met": False, "machines": None})
+        record.lives, record.stopped = record.lives + 1, False
         if not is_remote(self._workdir):
             directory = Path(self._workdir)
             self._made = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -133,53 +114,26 @@ class Life(contextlib.AbstractContextManager["Life"]):
         """All processes of the run are there; every one calls.
 
         Raises:
-          ValueError: too many lives in a row crashed on these machines; every process raises.
+          ValueError: see `begin`; every process raises.
         """
-        self._have_met()  # at once: the first question for devices may crash
-        if not jax.distributed.is_initialized():
-            self._begin()
-            self._judge(_machine())
-            return
-        self._job = processes.text_from_primary(self._begin)
-        machines = "".join(sorted(processes.texts_of_all(_machine())))
-        processes.text_from_primary(lambda: self._judge(machines))
+        if jax.distributed.is_initialized():
+            self._job = processes.text_from_primary(self._begin)
+        else:
+            self.begin()
 
     def _begin(self) -> str | None:
         self.begin()
-        self._have_met()
         return self._job
 
-    def _have_met(self) -> None:
-        with self._lock:
-            if self._record is not None:
-                self._record.lives[-1]["met"] = True
-                self._write(self._record)
-
-    def _judge(self, machines: str) -> None:
-        with self._lock:
-            if self._record is None:
-                return
-            *before, this = self._record.lives
-            this["machines"] = here = hashlib.sha256(machines.encode()).hexdigest()[:16]
-            same = sum(life["met"] and life["machines"] in (None, here) for life in before)
-            if same >= _MOST_CRASHES:
-                self._refuse_crashes(
-                    self._record, f"{same} starts on these machines crashed, hung or were killed"
-                )
-            self._write(self._record)
-
-    def _refuse_crashes(self, record: _Record, reason: str) -> None:
-        step = record.step
-        self._refuse(record, f"{reason} since the checkpoint of step {step}, without a new one")
-
-    def _refuse(self, record: _Record, reason: str) -> None:
+    def _refuse(self, record: _Record) -> None:
         """Forget the lives, so that the next start is the first again, and end this one."""
-        record.lives, record.vain_stops = [], 0
+        record.lives = 0
         self._write(record)
-        self._record = None
         error = ValueError(
-            f"{self._workdir}: {reason}, so this start ends as well. Look at what the last ones "
-            f"printed, and in {self._workdir / LOGS}; the same command, given again, tries anew."
+            f"{self._workdir}: {_MOST_LIVES} starts in a row crashed, hung, lost a machine or were "
+            f"stopped before they had saved {_FEWEST_STEPS} steps after step {record.step}, so "
+            "this start ends as well. Look at what the last ones printed, and in "
+            f"{self._workdir / LOGS}; the same command, given again, tries anew."
         )
         self._leave_error(error)  # the other processes may never meet this one
         raise error
@@ -192,17 +146,16 @@ class Life(contextlib.AbstractContextManager["Life"]):
         return own_error
 
     def stopped(self) -> None:
-        """This life ends on request."""
+        """This life ends on request; it counts if it saved few steps."""
         with self._lock:
-            if self._record is not None:
-                self._record.vain_stops += 1
-            self.leave()
+            record, self._record = self._record, None
+            if record is not None:
+                self._write(dataclasses.replace(record, stopped=True))
 
     def finished(self) -> None:
         """All steps of the run are done."""
         if self._record is not None:
-            self._record.vain_stops = 0
-            self._record.lives.clear()
+            self._record.lives = 1  # this one
         self.leave()
 
     def leave(self) -> None:
@@ -211,8 +164,8 @@ class Life(contextlib.AbstractContextManager["Life"]):
             record, self._record = self._record, None
             if record is None:
                 return
-            record.lives = record.lives[:-1]
-            if record.lives or record.vain_stops:
+            record.lives -= 1
+            if record.lives:
                 self._write(record)
             else:
                 self._remove(LIVES)
@@ -266,10 +219,3 @@ def _read(path: Workdir) -> _Record:
         if record.job == job:
             return record
     return _Record(job=job)
-
-
-def _machine() -> str:
-    """This machine since its last boot."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return os.uname().nodename

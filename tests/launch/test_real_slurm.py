@@ -137,16 +137,16 @@ def test_stop_lets_a_run_save_however_long_that_takes(slurm, launched):
 def test_ten_stops_with_hardly_a_step_are_not_queued_again(slurm, launched):
     # Eight lives before: each takes some seconds. The job waits meanwhile.
     job = launched.launch("--sbatch", "--hold")
-    before = {"job": job, "vain_stops": 8, "step": 0, "lives": []}
+    before = {"job": job, "step": 0, "lives": 8, "stopped": True}
     notes = launched.workdir / "lives.json"
     notes.write_text(json.dumps(before))
     slurm.ask("scontrol", "release", job)
 
     def has_begun(count):
         lives = json.loads(notes.read_text())
-        return lives["vain_stops"] == count and lives["lives"]
+        return lives["lives"] == count and not lives["stopped"]
 
-    for count in (8, 9):
+    for count in (9, 10):
         launched.wait_for(lambda n=count: has_begun(n))
         slurm.ask("scancel", "--signal=TERM", job)  # as SLURM does before a time limit
     launched.wait_for(lambda: launched.state(job) == "FAILED")
