@@ -164,11 +164,11 @@ def make(kind: str, config: TrainConfig, scratch: Path) -> Any:
     from torch_gpt2 import TorchSteps
 
     from maxmars.config import GPT2Config, to_dict
-    from maxmars.train.auto import fastest_dtype, with_compute_dtype
+    from maxmars.train.auto import auto_dtype, with_compute_dtype
 
     if config.model.compute_dtype == "auto":  # the same on both sides
-        dtype, _ = fastest_dtype("gpu" if torch.cuda.is_available() else "cpu")
-        config = with_compute_dtype(config, dtype)
+        platform = "gpu" if torch.cuda.is_available() else "cpu"
+        config = with_compute_dtype(config, auto_dtype(platform))
 
     assert isinstance(config.model, GPT2Config), "PyTorch has a GPT-2 alone here"
     vocab_rows = config.model.padded_vocab_size

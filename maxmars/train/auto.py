@@ -27,13 +27,11 @@ import dataclasses
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jaxlib.version
 from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MeshConfig, TrainConfig
@@ -50,11 +48,6 @@ from maxmars.train.optimizer import check_optimizer, follows_rate
 from maxmars.train.step import TrainState, TrainStep, abstract_train_state, make_train_step
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
-
-# Matrix products [1024, 768] x [768, 3072] on a CPU with AMX, GFLOP/s in bfloat16 and float32, by
-# jaxlib: 0.10.2 62 and 118, 0.11.0 128 and 141, 0.11.1 87 and 120, 0.11.2 608 and 138, 0.12.0 674
-# and 144, 0.12.0.1 695 and 156. Where the kernel refuses AMX: 110 and 95 to 88 and 145.
-_FIRST_FAST_JAXLIB = (0, 11, 2)
 
 Remat = str | None
 Estimate = Callable[[TrainConfig], int]
@@ -130,54 +123,26 @@ def prepare(
 def choose_precision(
     config: TrainConfig, mesh: Mesh, log: Callable[[str], None] = lambda _: None
 ) -> TrainConfig:
-    """The config with `model.compute_dtype` chosen, if it is `auto`; all processes choose the same.
-
-    `log` gets the choice and its reason, in one line. Fake CPU devices count as this machine.
-    """
+    """The config with `model.compute_dtype` chosen, if it is `auto`: bfloat16 on accelerators,
+    float32 on CPUs. `log` gets the choice in one line."""
     if config.model.compute_dtype != "auto":
         return config
-    dtype, reason = fastest_dtype(mesh.devices.flat[0].platform)
-    if not processes.all_processes(dtype == "bfloat16"):
-        if dtype == "bfloat16":
-            reason = "another host has no fast bfloat16"
-        dtype = "float32"
-    log(f"model.compute_dtype=auto: {dtype}, as {reason}")
+    platform = mesh.devices.flat[0].platform
+    dtype = auto_dtype(platform)
+    log(f"model.compute_dtype=auto: {dtype}, as the devices are of platform {platform}")
     return with_compute_dtype(config, dtype)
+
+
+def auto_dtype(platform: str) -> Literal["bfloat16", "float32"]:
+    """The type of matrix products for `auto` on a platform (`jax.Device.platform`)."""
+    # Some CPUs multiply bfloat16 fast, but whether jaxlib then does depends on its version.
+    return "float32" if platform == "cpu" else "bfloat16"
 
 
 def with_compute_dtype(config: TrainConfig, dtype: ComputeDtype) -> TrainConfig:
     """The config with this type of matrix products."""
     assert isinstance(config.model, GPT2Config)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=dtype))
-
-
-def fastest_dtype(
-    platform: str,
-    *,
-    processor_flags: Collection[str] | None = None,
-    jaxlib_version: tuple[int, ...] = jaxlib.version.__version_info__,
-) -> tuple[Literal["bfloat16", "float32"], str]:
-    """The type in which matrix products are fast on a platform (`jax.Device.platform`), and why.
-
-    Args:
-      platform: such as `tpu`, `gpu` or `cpu`.
-      processor_flags: what the CPU can do, in Linux's words; None reads `/proc/cpuinfo`.
-      jaxlib_version: of the compiler.
-    """
-    if platform != "cpu":
-        return "bfloat16", "accelerators are made for it"
-    if processor_flags is None:
-        try:
-            lines = Path("/proc/cpuinfo").read_text().splitlines()
-        except OSError:  # a system that does not describe its processor as Linux does
-            lines = []
-        processor_flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    if "amx_bf16" not in processor_flags:
-        return "float32", "this processor has no matrix unit for bfloat16 (amx_bf16)"
-    if jaxlib_version < _FIRST_FAST_JAXLIB:
-        version, fast = (".".join(map(str, v)) for v in (jaxlib_version, _FIRST_FAST_JAXLIB))
-        return "float32", f"jaxlib {version} is before {fast}, slow at it"
-    return "bfloat16", "this processor has a matrix unit for it (amx_bf16)"
 
 
 def device_memory_bytes(device: jax.Device) -> int | None:
