@@ -72,8 +72,9 @@ class TrainedModel:
     tokenizer: Tokenizer
     mesh: Mesh
     name: str
-    """For people: `quickstart, step 500`, the name of a Hugging Face directory, or OWNER/NAME@ and
-    the first digits of the commit of a model on the hub."""
+    """For people: `quickstart, step 500`, with `, evaluation parameters` where `params` are not
+    those that are trained; the name of a Hugging Face directory, or OWNER/NAME@ and the first
+    digits of the commit of a model on the hub."""
     origin: str = ""
     """The checkpoint or Hugging Face directory that was read, or `hf:OWNER/NAME@COMMIT`."""
     digest: str | None = None
@@ -172,7 +173,7 @@ def _load_from_run(target: RunTarget, mesh: Mesh) -> TrainedModel:
                 params=load_params(stored, _abstract_params(config, mesh)),
                 tokenizer=tokenizer,
                 mesh=mesh,
-                name=target.name(stored.step),
+                name=target.name(stored),
                 origin=str(stored.path),
                 digest=stored.digest,
             )
@@ -263,9 +264,10 @@ class RunTarget:
             write_bytes(kept, text)
         return dataclasses.replace(source, file=str(kept)).as_it_is()
 
-    def name(self, step: int) -> str:
-        """Name of the model at a step, for people."""
-        return f"{self.workdir.name}, step {step}"
+    def name(self, stored: Checkpoint) -> str:
+        """Name of the model in a checkpoint, for people."""
+        evaluated = ", evaluation parameters" if stored.has_evaluation_params else ""
+        return f"{self.workdir.name}, step {stored.step}{evaluated}"
 
 
 def check_code(kept: Workdir, source: Source) -> None:
@@ -514,7 +516,7 @@ def export_model(
                 else:
                     config = target.config_to_run(stored)
                     model = _exported_by_itself(config, stored)
-                return write(config, target.name(stored.step), model, stored)
+                return write(config, target.name(stored), model, stored)
     raise AssertionError("unreachable")
 
 

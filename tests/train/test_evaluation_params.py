@@ -201,7 +201,9 @@ def test_it_is_evaluated_told_and_exported(averaged, tmp_path):
     assert 0 < last["eval/params_distance"] < 1
     for told in ("summary.json", "logs/host_000.log"):
         assert f"ema_decay={DECAY}" in (run / told).read_text()
-    assert_same(load(run).params, state.evaluation_params)
+    loaded = load(run)
+    assert_same(loaded.params, state.evaluation_params)
+    assert "evaluation parameters" in loaded.name
     main(["export", str(run), str(tmp_path / "exported")])
     assert f"ema_decay={DECAY}" in (tmp_path / "exported" / "README.md").read_text()
     weights = load_file(tmp_path / "exported" / "model.safetensors")
