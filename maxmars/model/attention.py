@@ -114,7 +114,9 @@ def _refusal(kernel: Implementation, config: GPT2Config) -> str | None:
         # Tracing checks shapes, and the versions of cuDNN and of the GPU.
         jax.eval_shape(gradient, x, x, x, one)
     except (ValueError, RuntimeError, NotImplementedError) as error:
-        return f"cuDNN's flash attention refuses: {str(error).splitlines()[0].rstrip('.')}"
+        told = str(error).splitlines()[0].rstrip(".")
+        missing = "; `pip install nvidia-cudnn-cu13`" if "not found" in told else ""
+        return f"cuDNN's flash attention refuses: {told}{missing}"
     return None
 
 

@@ -171,7 +171,7 @@ def _gpu_devices(name: str, gpus: Shape) -> Sequence[jax.Device]:
     if not all(importlib.util.find_spec(package) for package in names):
         raise ImportError(
             f"--topology {name} needs XLA's GPU compiler: {pip_install('cuda')} (of it, the wheels "
-            "jax-cuda13-pjrt and jax-cuda13-plugin suffice)."
+            "jax-cuda13-pjrt, jax-cuda13-plugin and nvidia-cudnn-cu13 suffice)."
         )
     shape = f"1x{gpus.num_hosts}x{gpus.chips_per_host}"
     target = _GPU_TARGET.format(**vars(gpus.chip), **_LIMITS.get(gpus.kind, _HOPPER))
