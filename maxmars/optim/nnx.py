@@ -1,4 +1,17 @@
-"""What the parameters of a Flax NNX model are, from the layers that they belong to."""
+"""What the parameters of a Flax NNX model are, from the layers that they belong to.
+
+Under `nnx.Optimizer`, exact MARS keeps the parameters of the previous step in a clone of the model:
+
+```python
+optimizer = nnx.Optimizer(model, mars(3e-3, exact=True), wrt=nnx.Param)
+previous = nnx.clone(model)
+gradient = nnx.grad(loss)
+for batch in batches:
+    grads, prev_grads = gradient(model, batch), gradient(previous, batch)
+    nnx.update(previous, nnx.state(model))
+    optimizer.update(model, grads, prev_grads=prev_grads)
+```
+"""
 
 import dataclasses
 import fnmatch
