@@ -40,8 +40,8 @@ class GPT2Config(CheckedConfig):
     bfloat16 on accelerators and float32 on CPUs; a run that continues keeps its type."""
     residual_dtype: Literal["float32"] | None = None
     """Type of the residual stream, which each branch adds to. None is `compute_dtype`; float32 (at
-    least) is what PyTorch's autocast leaves it in. It makes gradients in bfloat16 more exact, and
-    what `remat` keeps of each layer larger: `full` twice as large."""
+    least) is what PyTorch's autocast leaves it in. It makes what `remat` keeps of each layer
+    larger, `full` twice as large; gradients in bfloat16 were measured to be no more exact."""
     document_end_id: int | None = None
     """Id of the token that ends a document (gpt2: 50256, byte: 256), to keep attention within
     documents. A document then reaches from one such token up to the next, and its tokens attend to
