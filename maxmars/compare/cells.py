@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -41,6 +40,7 @@ from maxmars.distributed.files import (
     try_lock,
     write_json,
 )
+from maxmars.eval.trained_model import with_recorded_text
 
 COMPARISON = "compare.json"
 _ROWS = "rows.jsonl"
@@ -227,17 +227,13 @@ def _keep_code(config: TrainConfig, workdir: Path) -> None:
     """Copy the Python files that a config names to where `with_kept_code` finds them."""
     for source in sources_in(config):
         target = _kept(source, workdir)
-        if source.as_it_is() == source and not _has_digest(target, source.sha256):
+        if source.as_it_is() == source and with_recorded_text(source, target) is None:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source.file, target)
 
 
 def _kept(source: Source, workdir: Path) -> Path:
     return workdir / _SOURCES / (source.sha256 or "")[:16] / Path(source.file).name
-
-
-def _has_digest(path: Path, digest: str | None) -> bool:
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == digest
 
 
 def with_kept_code(config: TrainConfig, workdir: Path) -> TrainConfig:
@@ -249,13 +245,13 @@ def with_kept_code(config: TrainConfig, workdir: Path) -> TrainConfig:
     """
 
     def kept_copy(source: Source) -> Source:
-        for candidate in (Path(source.file), _kept(source, workdir)):
-            if _has_digest(candidate, source.sha256):
-                return dataclasses.replace(source, file=str(candidate))
-        raise FileNotFoundError(
-            f"{source.file} is not the file of the comparison (SHA-256 {source.sha256}), and "
-            f"{workdir / _SOURCES} holds no copy of that."
-        )
+        found = with_recorded_text(source, Path(source.file), _kept(source, workdir))
+        if found is None:
+            raise FileNotFoundError(
+                f"{source.file} is not the file of the comparison (SHA-256 {source.sha256}), and "
+                f"{workdir / _SOURCES} holds no copy of that."
+            )
+        return found
 
     return with_sources(config, kept_copy)
 

@@ -258,16 +258,31 @@ class RunTarget:
             kept = path
         if not self.trust_code and kept.is_file():
             check_code(kept, source)
-        if is_remote(kept):
-            text = kept.read_bytes()
-            kept = cache_directory() / "sources" / hashlib.sha256(text).hexdigest() / path.name
-            write_bytes(kept, text)
-        return dataclasses.replace(source, file=str(kept)).as_it_is()
+        return dataclasses.replace(source, file=str(_on_disk(kept))).as_it_is()
 
     def name(self, stored: Checkpoint) -> str:
         """Name of the model in a checkpoint, for people."""
         evaluated = ", evaluation parameters" if stored.has_evaluation_params else ""
         return f"{self.workdir.name}, step {stored.step}{evaluated}"
+
+
+def with_recorded_text(source: Source, *places: Workdir) -> Source | None:
+    """A function in the first of these files that has the text whose SHA-256 was recorded; None if
+    none has."""
+    for place in places:
+        if place.is_file() and hashlib.sha256(place.read_bytes()).hexdigest() == source.sha256:
+            return dataclasses.replace(source, file=str(_on_disk(place)))
+    return None
+
+
+def _on_disk(file: Workdir) -> Workdir:
+    """A file, or its copy in the cache, where Python can run it."""
+    if not is_remote(file):
+        return file
+    text = file.read_bytes()
+    copy = cache_directory() / "sources" / hashlib.sha256(text).hexdigest() / file.name
+    write_bytes(copy, text)
+    return copy
 
 
 def check_code(kept: Workdir, source: Source) -> None:
@@ -430,6 +445,7 @@ def export_model(
     dtype: huggingface.Dtype = "float32",
     max_file_bytes: int = huggingface.MAX_FILE_BYTES,
     add_files: Callable[[Path, Exported], None] = lambda directory, exported: None,
+    trust_code: bool = False,
 ) -> Exported:
     """Write a model as a Hugging Face directory.
 
@@ -444,13 +460,14 @@ def export_model(
       max_file_bytes: the weights are split into files of this size at most.
       add_files: called with the complete directory before it gets the name `out`; may write more
         files there, such as the model card of `maxmars.train.card`.
+      trust_code: see `find_target`.
 
     Raises:
       FileExistsError: `out` exists.
       FileNotFoundError, ValueError: see `load`; a tokenizer is not necessary.
       OSError: the disk is full or cannot be written to.
     """
-    target = find_target(path)
+    target = find_target(path, trust_code=trust_code)
 
     def write(
         config: ModelConfig, name: str, model: huggingface.HFModel, origin: Checkpoint | HFTarget

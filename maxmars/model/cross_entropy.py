@@ -381,7 +381,7 @@ def _chunk(
     """Losses of a chunk and, with weights, the gradient of their weighted sum."""
     if ambient_platform() == "tpu":
         # Else both products would read the chunk out of all tokens, in windows so small that the
-        # slopes are computed twice: by the compiler's clock a third more for XL (plan/README.md).
+        # slopes are computed twice: by the compiler's clock a third more for XL.
         x = jax.lax.optimization_barrier(x)
     products = vocab.products(x)
     logits = vocab.logits(products)

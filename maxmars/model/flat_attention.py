@@ -4,7 +4,7 @@ A TPU keeps an array in tiles of 128 lanes (columns). Between products and a ker
 [B, H, T, K], such as splash attention, heads of 64 are therefore transposed and padded to 128
 lanes, forward and backward, which costs more than the kernel's own products. Here a program of the
 kernel takes a tile of 128 lanes as it is: two heads of 64, or one of 128. By the TPU compiler's own
-clock a whole step of GPT-2 is a fifth shorter so (plan/README.md). It was never run on a TPU: its
+clock a whole step of GPT-2 is a fifth shorter so. It was never run on a TPU: its
 values are those of Pallas's interpreter on a CPU, and it compiles for v5e, v5p and v6e.
 
 How it works:

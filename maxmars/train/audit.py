@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 from collections import Counter
@@ -34,7 +35,8 @@ from maxmars.config import (
     TrainConfig,
     differences,
 )
-from maxmars.config.user_code import sources_in
+from maxmars.config.errors import about
+from maxmars.config.user_code import Source, sources_in, with_sources
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed.files import read_json, resolve
 from maxmars.distributed.sharding import training_mesh
@@ -43,7 +45,7 @@ from maxmars.distributed.workdir import (
     KEPT_SOURCES,
     SUMMARY,
 )
-from maxmars.eval.trained_model import check_code
+from maxmars.eval.trained_model import check_code, with_recorded_text
 from maxmars.model.parameters import Parameters
 from maxmars.train.auto import prepare, with_remat
 from maxmars.train.journal import (
@@ -377,12 +379,8 @@ def _replay(
             f"{when}; take another K."
         )
     config = _without_evaluations(config_of(began))
-    for source in sources_in(config):
-        if source.as_it_is().sha256 not in (source.sha256, None):
-            raise ValueError(
-                f"--replay {count}: steps {first + 1} to {last} were made with another text than "
-                f"is there now of {source}; put that text there, or take another K."
-            )
+    with about(f"--replay {count}, steps {first + 1} to {last}"):
+        config = _with_text_of(config, directory.parent)
     log(f"computing steps {first + 1} to {last} again")
     computed = _digest_after(directory, began, config, first, last, log)
     if computed == saved[last]["digest"]:
@@ -392,6 +390,31 @@ def _replay(
         f"{jax.devices()[0].device_kind}, end with the digest {computed[:16]}, not "
         f"{saved[last]['digest'][:16]}"
     )
+
+
+def _with_text_of(config: TrainConfig, workdir: Any) -> TrainConfig:
+    """The config with the user's own files as they were: where they lay then, or as the run keeps
+    them.
+
+    Raises:
+      ValueError: one has another text in both places.
+    """
+
+    def found(source: Source, folder: str) -> Source:
+        kept = workdir / folder / Path(source.file).name
+        own = with_recorded_text(source, Path(source.file), kept)
+        if own is None:
+            raise ValueError(
+                f"neither {source.file} nor {kept} has the text of {source}, which made them; put "
+                "that text there, or take another K."
+            )
+        return own
+
+    parts = {
+        part: with_sources(getattr(config, part), functools.partial(found, folder=folder))
+        for folder, part in KEPT_SOURCES.items()
+    }
+    return dataclasses.replace(config, **parts)
 
 
 def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:

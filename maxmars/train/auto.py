@@ -290,7 +290,7 @@ def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimat
 
     These are the state and the gradients, exactly; what each layer keeps of a token for the
     backward pass, in vectors of `embed_dim` numbers; and what the layer at work takes, by compiled
-    programs for TPUs (see plan/README.md). `remat=auto` counts as `full`, the least memory, on TPUs
+    programs for TPUs. `remat=auto` counts as `full`, the least memory, on TPUs
     alone: elsewhere it is to take None, which on GPUs is faster than a larger microbatch.
 
     Args:

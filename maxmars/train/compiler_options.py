@@ -1,6 +1,6 @@
 """The options of XLA's compiler with which the train step is compiled on TPUs.
 
-They belong to the step alone: nothing is set for the process. What each brings, by the compiler's
+They belong to the step alone: nothing is set for the process. What they bring, by the compiler's
 own estimates, is in plan/README.md.
 """
 

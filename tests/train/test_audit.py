@@ -278,10 +278,13 @@ def test_steps_of_an_own_optimizer_are_replayed_only_with_the_text_that_made_the
     train(config, tmp_path / "run", resume_overrides=["optimizer.make"])
     audited = check(tmp_path / "run", replay=2)
     assert audited.replayed == "steps 5 to 6, computed again: the same digest"
+    shutil.move(own, tmp_path / "elsewhere.py")  # the run keeps a copy
+    assert check(tmp_path / "run", replay=2).replayed == audited.replayed
     for count, named in ((6, ["step 4"]), (4, ["steps 1 to 4", "own.py:make"])):
         with refused(ValueError, f"--replay {count}", *named):
             check(tmp_path / "run", replay=count)
     own.write_text(OWN)
+    assert check(tmp_path / "run", replay=2).replayed == audited.replayed
     audited = check(tmp_path / "run", replay=4)
     assert audited.replayed == "steps 1 to 4, computed again: the same digest"
     kept = tmp_path / "run" / "sources" / "optimizer" / "own.py"

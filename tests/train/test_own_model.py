@@ -208,6 +208,7 @@ def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp
         ["generate", str(copy), "--prompt", "the ", "--max-new-tokens", "3"],
         ["eval", str(copy), "--num-processes", "1", "--hellaswag.path", questions],
         ["eval", str(run), "--num-processes", "1", "--tasks", "loss", "--against", str(copy)],
+        ["export", str(copy), str(tmp_path / "hf")],
         ["audit", str(copy)],
     )
     for command in commands:
@@ -221,6 +222,8 @@ def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp
         assert "it ran" not in out
     main([*commands[0], "--trust-code"])
     assert "it ran" in capsys.readouterr().out
+    main([*commands[3], "--trust-code"])
+    assert (tmp_path / "hf" / "config.json").exists()
     main([*commands[-1], "--trust-code"])
     assert "one trajectory" in capsys.readouterr().out
     (copy / "journal.jsonl").unlink()
