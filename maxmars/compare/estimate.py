@@ -12,7 +12,7 @@ import numpy as np
 from maxmars.compare.cells import Comparison, Contender, check_comparable, read_results
 from maxmars.compare.grids import Grid
 from maxmars.compare.run import keep_programs
-from maxmars.compare.search import most_cells_left
+from maxmars.compare.search import Search
 from maxmars.compare.tables import fold, print_table
 from maxmars.config import TrainConfig
 from maxmars.config.numbers import duration
@@ -32,7 +32,7 @@ class Estimate:
 
     contender: Contender
     num_cells: int
-    """At most, see `most_cells_left`."""
+    """At most, see `Search.most_cells_left`."""
     cell_s: float
     """Time of a cell."""
     compile_s: float
@@ -62,7 +62,7 @@ def estimate(comparison: Comparison, workdir: Path) -> list[Estimate]:
     estimates = []
     for contender in comparison.contenders:
         own = [r.seconds for cell, r in results.items() if cell.contender == contender.name]
-        num_cells = most_cells_left(contender, comparison, results)
+        num_cells = Search(contender, comparison, results).most_cells_left
         compile_s, step_s = (0.0, None) if own or not num_cells else _timed(contender.config)
         estimates.append(
             Estimate(

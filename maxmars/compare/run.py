@@ -35,7 +35,7 @@ from maxmars.compare.cells import (
 from maxmars.compare.curves import median_step_time, read_curve
 from maxmars.compare.figures import require_matplotlib
 from maxmars.compare.report import write_report
-from maxmars.compare.search import Results, most_cells_left, next_cells
+from maxmars.compare.search import Results, Search, next_cells
 from maxmars.compare.summary import summarize
 from maxmars.config import TrainConfig
 from maxmars.config.errors import in_words
@@ -356,7 +356,7 @@ def _progress(
     num_left, seconds_left = 0, 0.0
     for contender in comparison.contenders:
         own = [r.seconds for c, r in results.items() if c.contender == contender.name]
-        most = most_cells_left(contender, comparison, results)
+        most = Search(contender, comparison, results).most_cells_left
         num_left += most
         seconds_left += most * float(np.mean(own or [result.seconds]))
     width = max(len(contender.name) for contender in comparison.contenders)

@@ -19,11 +19,10 @@ several processes share, continues by asking again. It goes in three stages:
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,9 +36,8 @@ _Values = dict[str, Number]
 _Try = tuple[Setting, int]  # with this seed
 
 
-@dataclass(frozen=True, kw_only=True)
 class Search:
-    """How far the search of a contender has come."""
+    """The search of one contender, replayed on the results so far."""
 
     tried: tuple[Setting, ...]
     """The settings that it asked for so far, in this order; the last ones may be without result."""
@@ -51,11 +49,120 @@ class Search:
     """Settings that would be next, for which the budget was too small."""
     budget_left: int
     """Cells that it may still ask for."""
+    best: Setting | None
+    """The setting with the lowest mean loss among the finalists with the most finished seeds; None
+    where every setting diverged or none is finished."""
+
+    def __init__(self, contender: Contender, comparison: Comparison, results: Results) -> None:
+        """Replay it; results of other contenders are left aside."""
+        self._comparison = comparison
+        own = {cell: r for cell, r in results.items() if cell.contender == contender.name}
+        self._of_try = {(cell.setting, cell.seed): result for cell, result in own.items()}
+        self._asked: list[_Try] = []  # counts against the budget
+        seeds = comparison.seeds[: comparison.confirm]
+        of_try = {one: result.loss for one, result in self._of_try.items()}
+        losses = _Losses(contender, seeds, of_try)
+        # The search has no state. It starts anew on all results, and each list of tries that it
+        # yields is looked up:
+        #
+        #   _descend yields [lr 1e-3, 2e-3, 4e-3]    all have results: go on
+        #   _descend yields [lr 2e-3, wd 0.1]        no result: this is `missing`, the next cells
+        #
+        # With these results the next replay comes one step further.
+        missing, left = self._ask(_descend(contender, losses))
+        while True:
+            finals: list[_Try] = [(s, seed) for s in self._finalists() for seed in comparison.seeds]
+            finals = [] if missing else [one for one in finals if one not in self._of_try]
+            self.best = self._best()
+            # Another setting may still become the best one, or the budget is used up: no round of
+            # the neighbours yet.
+            if missing or left or finals or self.best is None:
+                break
+            num_asked = len(self._asked)
+            missing, left = self._ask(_around(self.best, contender, losses))
+            if not left and len(self._asked) == num_asked:
+                break
+        self.tried, self.untried = _settings(self._asked), _settings(left)
+        self.missing = tuple(comparison.cell(contender, *one) for one in missing)
+        self.finals = tuple(comparison.cell(contender, *one) for one in finals)
+        self.budget_left = comparison.budget - len(self._asked)
 
     @property
     def is_at_its_end(self) -> bool:
         """Whether the best setting has all seeds, and all its neighbours were tried."""
         return not (self.missing or self.finals or self.untried)
+
+    @property
+    def next_cells(self) -> Sequence[Cell]:
+        """Those to run next; none when it is complete."""
+        return self.missing or self.finals
+
+    @property
+    def most_cells_left(self) -> int:
+        """How many cells are missing at most; fewer if it ends early, and more only if seeds decide
+        for a setting at which it did not end."""
+        if not self.missing:
+            return len(self.finals)
+        comparison = self._comparison
+        of_seeds = comparison.finalists * (len(comparison.seeds) - comparison.confirm)
+        return len(self.missing) + self.budget_left + of_seeds
+
+    @property
+    def settings(self) -> tuple[Setting, ...]:
+        """Those that it tried, then those of other finished cells, which a search with other
+        options left."""
+        others = sorted({setting for setting, _ in self._of_try})
+        return tuple(dict.fromkeys([*_settings(self._asked), *others]))
+
+    def results_at(self, setting: Setting) -> list[CellResult]:
+        """The results of the finished cells at a setting, in the order of the seeds."""
+        tries = [(setting, seed) for seed in self._comparison.seeds]
+        return [self._of_try[one] for one in tries if one in self._of_try]
+
+    def losses_at(self, setting: Setting) -> list[float]:
+        """The final losses of the finished cells at a setting, in the order of the seeds."""
+        return [result.loss for result in self.results_at(setting)]
+
+    def _ask(self, steps: Iterable[list[_Try]]) -> tuple[list[_Try], list[_Try]]:
+        """Take the steps of a search as far as the results and the budget go.
+
+        Returns:
+          The tries that have no result yet, and those for which the budget is too small.
+        """
+        for wanted in steps:
+            new = [one for one in dict.fromkeys(wanted) if one not in self._asked]
+            affordable = new[: self._comparison.budget - len(self._asked)]
+            self._asked += affordable
+            missing = [one for one in affordable if one not in self._of_try]
+            left = [] if missing else new[len(affordable) :]
+            if missing or left:
+                return missing, left
+        return [], []
+
+    def _finalists(self) -> list[Setting]:
+        """The best settings of those that diverged with no seed so far, by the search's seeds."""
+        seeds = self._comparison.seeds[: self._comparison.confirm]
+        of_search = {
+            setting: [r.loss for r in self.results_at(setting) if r.cell.seed in seeds]
+            for setting in self.settings
+            if np.isfinite(self.losses_at(setting)).all()
+        }
+        most = max(map(len, of_search.values()), default=0)  # a mean over fewer would not compare
+        means = {s: np.mean(losses) for s, losses in of_search.items() if 0 < len(losses) == most}
+        return sorted(means, key=lambda setting: means[setting])[: self._comparison.finalists]
+
+    def _best(self) -> Setting | None:
+        """The lowest mean of the finalists and of all settings that ran with all seeds."""
+        losses_of = {setting: self.losses_at(setting) for setting in self._finalists()}
+        # Such a setting may be no finalist any more: one that is luckier with the first seed came
+        # in.
+        for setting in self.settings:
+            losses = self.losses_at(setting)
+            if len(losses) == len(self._comparison.seeds) and np.isfinite(losses).all():
+                losses_of.setdefault(setting, losses)
+        most = max(map(len, losses_of.values()), default=0)
+        means = {s: np.mean(losses) for s, losses in losses_of.items() if len(losses) == most}
+        return min(means, key=lambda setting: means[setting], default=None)
 
 
 def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
@@ -63,157 +170,13 @@ def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
     num_finished = Counter(cell.contender for cell in results)
     # In turns, so that changes of the machine's speed over the hours affect all alike.
     contenders = sorted(comparison.contenders, key=lambda c: num_finished[c.name])
-    searches = [search(contender, comparison, results) for contender in contenders]
-    rows = itertools.zip_longest(*(state.missing or state.finals for state in searches))
+    searches = [Search(contender, comparison, results) for contender in contenders]
+    rows = itertools.zip_longest(*(search.next_cells for search in searches))
     return [cell for row in rows for cell in row if cell is not None]
-
-
-def most_cells_left(contender: Contender, comparison: Comparison, results: Results) -> int:
-    """How many cells of a contender are missing at most; fewer if its search ends early, and more
-    only if seeds decide for a setting at which it did not end."""
-    state = search(contender, comparison, results)
-    if not state.missing:
-        return len(state.finals)
-    of_seeds = comparison.finalists * (len(comparison.seeds) - comparison.confirm)
-    return len(state.missing) + state.budget_left + of_seeds
-
-
-def search(contender: Contender, comparison: Comparison, results: Results) -> Search:
-    """Replay the search of a contender on the results so far."""
-    seeds = comparison.seeds[: comparison.confirm]
-    losses = _Losses(contender, seeds, _by_try(contender, results))
-    # The search has no state. It starts anew on all results, and each list of tries that it yields
-    # is looked up:
-    #
-    #   _descend yields [lr 1e-3, 2e-3, 4e-3]    all have results: go on
-    #   _descend yields [lr 2e-3, wd 0.1]        no result: this is `missing`, the cells to run next
-    #
-    # With these results the next replay comes one step further. `asked` counts against the budget.
-    asked: list[_Try] = []
-    missing, left = _ask(_descend(contender, losses), asked, comparison.budget, losses)
-    while True:
-        finalists = _finalists(_settings(asked), contender, comparison, results)
-        all_tries: list[_Try] = [
-            (setting, seed) for setting in finalists for seed in comparison.seeds
-        ]
-        finals = [one for one in all_tries if one not in losses.of_try and not missing]
-        best = _best(_settings(asked), contender, comparison, results)
-        # Another setting may still become the best one, or the budget is used up: no round of the
-        # neighbours yet.
-        if missing or left or finals or best is None:
-            break
-        num_asked = len(asked)
-        missing, left = _ask(_around(best, contender, losses), asked, comparison.budget, losses)
-        if not left and len(asked) == num_asked:
-            break
-    return Search(
-        tried=_settings(asked),
-        missing=tuple(comparison.cell(contender, *one) for one in missing),
-        finals=tuple(comparison.cell(contender, *one) for one in finals),
-        untried=_settings(left),
-        budget_left=comparison.budget - len(asked),
-    )
-
-
-def _by_try(contender: Contender, results: Results) -> dict[_Try, float]:
-    return {
-        (cell.setting, cell.seed): result.loss
-        for cell, result in results.items()
-        if cell.contender == contender.name
-    }
-
-
-def _ask(
-    steps: Iterable[list[_Try]], asked: list[_Try], budget: int, losses: _Losses
-) -> tuple[list[_Try], list[_Try]]:
-    """Take the steps of a search as far as the results and the budget go, and add to `asked`.
-
-    Returns:
-      The tries that have no result yet, and those for which the budget is too small.
-    """
-    for wanted in steps:
-        new = [one for one in dict.fromkeys(wanted) if one not in asked]
-        affordable = new[: budget - len(asked)]
-        asked += affordable
-        missing = [one for one in affordable if one not in losses.of_try]
-        left = [] if missing else new[len(affordable) :]
-        if missing or left:
-            return missing, left
-    return [], []
-
-
-def settings_of(
-    contender: Contender, comparison: Comparison, results: Results
-) -> tuple[Setting, ...]:
-    """The settings that the search of a contender tried, then those of its other finished cells,
-    which a search with other options left."""
-    return _with_others(search(contender, comparison, results).tried, contender, results)
-
-
-def best_setting(contender: Contender, comparison: Comparison, results: Results) -> Setting | None:
-    """The setting with the lowest mean loss among the finalists with the most finished seeds.
-
-    None where every setting diverged or none is finished.
-    """
-    tried = search(contender, comparison, results).tried
-    return _best(tried, contender, comparison, results)
-
-
-def results_at(
-    contender: Contender, setting: Setting, comparison: Comparison, results: Results
-) -> list[CellResult]:
-    """The results of the finished cells at a setting, in the order of the seeds."""
-    cells = [comparison.cell(contender, setting, seed) for seed in comparison.seeds]
-    return [results[cell] for cell in cells if cell in results]
-
-
-def losses_at(
-    contender: Contender, setting: Setting, comparison: Comparison, results: Results
-) -> list[float]:
-    """The final losses of the finished cells at a setting, in the order of the seeds."""
-    return [result.loss for result in results_at(contender, setting, comparison, results)]
 
 
 def _settings(tries: Iterable[_Try]) -> tuple[Setting, ...]:
     return tuple(dict.fromkeys(setting for setting, _ in tries))
-
-
-def _with_others(
-    tried: Iterable[Setting], contender: Contender, results: Results
-) -> tuple[Setting, ...]:
-    own = {cell.setting for cell in results if cell.contender == contender.name}
-    return tuple(dict.fromkeys([*tried, *sorted(own)]))
-
-
-def _finalists(
-    tried: Iterable[Setting], contender: Contender, comparison: Comparison, results: Results
-) -> list[Setting]:
-    """The best settings of those that diverged with no seed so far, by the search's seeds."""
-    by_search = dataclasses.replace(comparison, seeds=comparison.seeds[: comparison.confirm])
-    complete = {
-        setting: losses_at(contender, setting, by_search, results)
-        for setting in _with_others(tried, contender, results)
-        if np.isfinite(losses_at(contender, setting, comparison, results)).all()
-    }
-    most = max(map(len, complete.values()), default=0)  # a mean over fewer would not compare
-    means = {s: np.mean(losses) for s, losses in complete.items() if 0 < len(losses) == most}
-    return sorted(means, key=lambda setting: means[setting])[: comparison.finalists]
-
-
-def _best(
-    tried: Iterable[Setting], contender: Contender, comparison: Comparison, results: Results
-) -> Setting | None:
-    """The lowest mean of the finalists and of all settings that ran with all seeds."""
-    finalists = _finalists(tried, contender, comparison, results)
-    losses_of = {s: losses_at(contender, s, comparison, results) for s in finalists}
-    # Such a setting may be no finalist any more: one that is luckier with the first seed came in.
-    for setting in _with_others(tried, contender, results):
-        losses = losses_at(contender, setting, comparison, results)
-        if len(losses) == len(comparison.seeds) and np.isfinite(losses).all():
-            losses_of.setdefault(setting, losses)
-    most = max(map(len, losses_of.values()), default=0)
-    means = {s: np.mean(losses) for s, losses in losses_of.items() if len(losses) == most}
-    return min(means, key=lambda setting: means[setting], default=None)
 
 
 @dataclass(frozen=True)

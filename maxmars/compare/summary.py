@@ -25,12 +25,6 @@ from maxmars.compare.grids import Number, value_of
 from maxmars.compare.search import (
     Results,
     Search,
-    best_setting,
-    losses_at,
-    next_cells,
-    results_at,
-    search,
-    settings_of,
 )
 from maxmars.compare.statistics import (
     Interval,
@@ -207,21 +201,21 @@ def by_size(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
 
 
 def _summarize(comparison: Comparison, results: Results, workdir: Path) -> Summary:
-    baseline = next(c for c in comparison.contenders if c.name == comparison.baseline)
-    best = best_setting(baseline, comparison, results)
-    baselines = [] if best is None else results_at(baseline, best, comparison, results)
+    searches = {c.name: Search(c, comparison, results) for c in comparison.contenders}
+    base = searches[comparison.baseline]
+    baselines = [] if base.best is None else base.results_at(base.best)
     outcomes = []
     for contender in comparison.contenders:
+        search = searches[contender.name]
         own = [result for cell, result in results.items() if cell.contender == contender.name]
         times = [r.step_time_s for r in own if r.step_time_s is not None]
         step_time_s = float(np.median(times)) if times else None
-        settings = settings_of(contender, comparison, results)
         outcomes.append(
             Outcome(
                 contender=contender,
-                search=search(contender, comparison, results),
-                losses={s: losses_at(contender, s, comparison, results) for s in settings},
-                best=_best(contender, comparison, results, baselines, step_time_s, workdir),
+                search=search,
+                losses={setting: search.losses_at(setting) for setting in search.settings},
+                best=_best(contender, search, baselines, step_time_s, workdir),
                 step_time_s=step_time_s,
                 results=tuple(own),
                 cost=next((r.cost for r in own if r.cost), {}),
@@ -231,7 +225,7 @@ def _summarize(comparison: Comparison, results: Results, workdir: Path) -> Summa
     return Summary(
         comparison=comparison,
         outcomes=tuple(outcomes),
-        num_missing=len(next_cells(comparison, results)),
+        num_missing=sum(len(search.next_cells) for search in searches.values()),
         digests={r.cell.seed: (r.initial_weights, r.tokens) for r in results.values()},
         p_adjusted=dict(zip(p, holm(list(p.values())), strict=True)),
         pairs=_pairs(outcomes),
@@ -260,16 +254,14 @@ def _pairs(outcomes: Sequence[Outcome]) -> tuple[Pair, ...]:
 
 def _best(
     contender: Contender,
-    comparison: Comparison,
-    results: Results,
+    search: Search,
     baselines: Sequence[CellResult],
     step_time_s: float | None,
     workdir: Path,
 ) -> Best | None:
-    setting = best_setting(contender, comparison, results)
-    if setting is None:
+    if search.best is None:
         return None
-    ours = results_at(contender, setting, comparison, results)
+    ours = search.results_at(search.best)
     # One step time for all seeds, so that their curves have the same times as well.
     curves = [dataclasses.replace(r.curve, step_time_s=step_time_s) for r in ours if r.curve]
     logged = tuple(_logged(result, contender, workdir) for result in ours)
@@ -296,7 +288,7 @@ def _best(
             needed = seeds_needed([a - b for a, b in pairs], EFFECT)
             gain = _speed_up(ours, baselines)
     return Best(
-        setting=setting,
+        setting=search.best,
         losses={r.cell.seed: r.loss for r in ours},
         loss=mean_interval([r.loss for r in ours]),
         test=test,

@@ -9,7 +9,7 @@ from tiny import tiny_config
 
 from maxmars.compare.cells import Cell, Comparison, Contender
 from maxmars.compare.grids import make_grid, value_of, with_values
-from maxmars.compare.search import best_setting, most_cells_left, next_cells, search
+from maxmars.compare.search import Search, next_cells
 from maxmars.config import AdamWConfig, AdEMAMixConfig, MuonConfig, OptaxConfig, ScheduleConfig
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -60,14 +60,16 @@ def test_a_scan_then_seeds_at_the_best_rate():
     compared = comparison()
     asked, results = run(compared, bowl)
     (contender,) = compared.contenders
-    assert most_cells_left(contender, compared, {}) == 8 + 2
-    assert most_cells_left(contender, compared, {c: results[c] for c in asked[:3]}) == 8 + 2 - 3
+    assert Search(contender, compared, {}).most_cells_left == 8 + 2
+    assert (
+        Search(contender, compared, {c: results[c] for c in asked[:3]}).most_cells_left == 8 + 2 - 3
+    )
     # The search ends after four cells, of its eight.
-    assert most_cells_left(contender, compared, {c: results[c] for c in asked[:4]}) == 2
-    assert most_cells_left(contender, compared, results) == 0
+    assert Search(contender, compared, {c: results[c] for c in asked[:4]}).most_cells_left == 2
+    assert Search(contender, compared, results).most_cells_left == 0
     assert [(rate_of(c), c.seed) for c in asked[:4]] == [(rate, 0) for rate in GRID]
     assert {(rate_of(c), c.seed) for c in asked[4:]} == {(2e-3, 1), (2e-3, 2)}
-    assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 2e-3),)
+    assert Search(compared.contenders[0], compared, results).best == (("learning_rate", 2e-3),)
 
 
 def test_a_grid_is_extended_as_long_as_the_loss_falls_and_the_budget_lasts():
@@ -76,7 +78,7 @@ def test_a_grid_is_extended_as_long_as_the_loss_falls_and_the_budget_lasts():
     short = comparison(seeds=(0,), budget=5)
     asked, results = run(short, lambda cell: bowl(cell, 3.2e-2))
     assert [rate_of(cell) for cell in asked[4:]] == [1.6e-2]
-    assert search(short.contenders[0], short, results).untried == ((("learning_rate", 3.2e-2),),)
+    assert Search(short.contenders[0], short, results).untried == ((("learning_rate", 3.2e-2),),)
     asked, _ = run(comparison(seeds=(0,)), lambda cell: bowl(cell, 5e-4))
     assert {rate_of(cell) for cell in asked[4:]} == {5e-4, 2.5e-4}
 
@@ -85,9 +87,9 @@ def test_fields_are_moved_one_after_the_other_and_with_the_rate():
     fields = ("learning_rate", "b1", "weight_decay")
     compared = comparison(fields, seeds=(0,), budget=60)
     asked, results = run(compared, valley)
-    best = best_setting(compared.contenders[0], compared, results)
+    best = Search(compared.contenders[0], compared, results).best
     assert dict(best) == {"learning_rate": 1e-3, "b1": 0.98}
-    state = search(compared.contenders[0], compared, results)
+    state = Search(compared.contenders[0], compared, results)
     assert state.untried == state.missing == ()
     assert len(asked) == len(set(asked)) < 40
     # The same search with a smaller budget is its beginning.
@@ -112,7 +114,7 @@ def test_a_finalist_that_one_seed_cannot_tell_apart_may_win():
     compared = comparison(finalists=2)
     asked, results = run(compared, loss)
     assert {rate_of(cell) for cell in asked if cell.seed > 0} == {2e-3, 4e-3}
-    assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 4e-3),)
+    assert Search(compared.contenders[0], compared, results).best == (("learning_rate", 4e-3),)
 
 
 def test_the_search_goes_on_around_a_finalist_that_wins_with_all_seeds():
@@ -124,20 +126,20 @@ def test_the_search_goes_on_around_a_finalist_that_wins_with_all_seeds():
     compared = comparison(("learning_rate", "b1"), budget=40, finalists=2)
     (contender,) = compared.contenders
     asked, results = run(compared, loss)
-    best = best_setting(contender, compared, results)
+    best = Search(contender, compared, results).best
     assert dict(best) == {"learning_rate": 2e-3, "b1": 0.98}
-    assert search(contender, compared, results).is_at_its_end
+    assert Search(contender, compared, results).is_at_its_end
     tried = {(rate_of(c), dict(c.setting).get("b1", 0.9)) for c in asked}
     assert tried >= {(rate, b1) for rate in (1e-3, 2e-3, 4e-3) for b1 in (0.95, 0.98, 0.99)}
     # A finalist that lacks a seed is not the end.
     cell = Cell(contender="a", setting=best, seed=2)
     short = {c: r for c, r in results.items() if c != cell}
     assert next_cells(compared, short) == [cell]
-    assert not search(contender, compared, short).is_at_its_end
+    assert not Search(contender, compared, short).is_at_its_end
     # The budget may be too small for it.
     small = comparison(("learning_rate", "b1"), budget=12, finalists=2)
     _, results = run(small, loss)
-    assert search(contender, small, results).untried
+    assert Search(contender, small, results).untried
 
 
 def test_a_setting_that_ran_with_all_seeds_is_not_displaced_by_luckier_ones():
@@ -157,8 +159,8 @@ def test_a_setting_that_ran_with_all_seeds_is_not_displaced_by_luckier_ones():
     asked, results = run(compared, loss)
     lucky = (("learning_rate", 8e-3), ("b1", 0.95))
     assert {cell.seed for cell in asked if cell.setting == lucky} == {0, 1, 2}
-    assert dict(best_setting(contender, compared, results)) == {"learning_rate": 4e-3}
-    assert search(contender, compared, results).is_at_its_end
+    assert dict(Search(contender, compared, results).best) == {"learning_rate": 4e-3}
+    assert Search(contender, compared, results).is_at_its_end
 
 
 def on_the_edge(cell):
@@ -172,7 +174,7 @@ def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
     fields = ("learning_rate", "b1")
     compared = comparison(fields, seeds=tuple(range(5)), budget=30, confirm=3)
     asked, results = run(compared, on_the_edge)
-    best = best_setting(compared.contenders[0], compared, results)
+    best = Search(compared.contenders[0], compared, results).best
     assert dict(best) == {"learning_rate": 2e-3, "b1": 0.8}
     assert sorted(cell.seed for cell in asked if cell.setting == best) == [0, 1, 2, 3, 4]
     # Only what may be better than the best setting so far runs with more seeds.
@@ -182,11 +184,11 @@ def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
     short = comparison(seeds=tuple(range(5)), budget=6, confirm=3)
     asked, results = run(short, on_the_edge)
     assert [(rate_of(c), c.seed) for c in asked[4:6]] == [(8e-3, 1), (8e-3, 2)]
-    assert search(short.contenders[0], short, results).untried == ((("learning_rate", 4e-3),),)
+    assert Search(short.contenders[0], short, results).untried == ((("learning_rate", 4e-3),),)
     # One seed alone is taken in.
     alone = comparison(fields, seeds=tuple(range(5)), budget=30)
     _, results = run(alone, on_the_edge)
-    assert dict(best_setting(alone.contenders[0], alone, results))["learning_rate"] > 2e-3
+    assert dict(Search(alone.contenders[0], alone, results).best)["learning_rate"] > 2e-3
 
 
 def test_another_field_keeps_the_cells_so_far():
@@ -201,21 +203,21 @@ def test_another_field_keeps_the_cells_so_far():
 def test_cells_that_a_search_with_other_options_left_may_win():
     fields = ("learning_rate", "b1", "weight_decay")
     _, left = run(comparison(fields, seeds=(0,), budget=60), valley)
-    best = best_setting(comparison(fields).contenders[0], comparison(fields, seeds=(0,)), left)
+    best = Search(comparison(fields).contenders[0], comparison(fields, seeds=(0,)), left).best
     short = comparison(fields, seeds=(0, 1), budget=4)
     asked = next_cells(short, left)
-    assert best not in search(short.contenders[0], short, left).tried
+    assert best not in Search(short.contenders[0], short, left).tried
     assert asked == [Cell(contender="a", setting=best, seed=1)]
 
 
 def test_where_rates_diverge_the_search_goes_down():
     compared = comparison(budget=12)
     asked, results = run(compared, lambda c: math.inf if rate_of(c) > 3e-4 else bowl(c))
-    assert best_setting(compared.contenders[0], compared, results) == (("learning_rate", 2.5e-4),)
+    assert Search(compared.contenders[0], compared, results).best == (("learning_rate", 2.5e-4),)
     compared = comparison(budget=7)
     asked, results = run(compared, lambda _: math.inf)
     assert len(asked) == 7
-    assert best_setting(compared.contenders[0], compared, results) is None
+    assert Search(compared.contenders[0], compared, results).best is None
     asked, results = run(comparison(("b1",), budget=3), lambda _: math.inf)  # no rate is tuned
     assert len(asked) == len(results) == 3
 
@@ -226,7 +228,7 @@ def test_a_best_rate_that_diverges_with_another_seed_loses():
 
     compared = comparison()
     asked, results = run(compared, loss)
-    ((_, rate),) = best_setting(compared.contenders[0], compared, results)
+    ((_, rate),) = Search(compared.contenders[0], compared, results).best
     assert rate in (1e-3, 4e-3)
     assert {cell.seed for cell in asked if rate_of(cell) == rate} == {0, 1, 2}
 

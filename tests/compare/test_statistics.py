@@ -11,7 +11,7 @@ from tiny import tiny_config
 
 from maxmars.compare.cells import Comparison, Contender
 from maxmars.compare.grids import make_grid
-from maxmars.compare.search import best_setting, losses_at, next_cells
+from maxmars.compare.search import Search, next_cells
 from maxmars.compare.statistics import (
     first_crossing,
     holm,
@@ -104,10 +104,8 @@ def losses_made_up(rng, gains, fields, *, num_seeds, budget, confirm=1, noise):
             loss = 1.75 + sum(distances) + of_seed[cell.seed] + rng.normal(0, noise)
             loss -= gains[names.index(cell.contender)]
             results[cell] = cell_result(cell, loss)
-    return [
-        losses_at(c, best_setting(c, compared, results), compared, results)
-        for c in compared.contenders
-    ]
+    searches = [Search(contender, compared, results) for contender in compared.contenders]
+    return [search.losses_at(search.best) for search in searches]
 
 
 @pytest.mark.seconds
