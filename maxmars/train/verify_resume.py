@@ -59,8 +59,9 @@ class ResumeCheck:
             "identical": "identical to the undisturbed run in all arrays of the last state.",
             "different": f"DIFFERENT from the undisturbed run: {self.audit}",
             "not reproducible": "not reproducible here: two undisturbed runs differ, so nothing "
-            "can be said about the resume. On GPUs set XLA_FLAGS='--xla_gpu_deterministic_ops=true "
-            f"--xla_gpu_autotune_level=0'. {self.audit}",
+            "can be said about the resume. On GPUs set the environment variable "
+            "XLA_FLAGS=--xla_gpu_exclude_nondeterministic_ops=true, and give "
+            f"--model.scan-unroll 1. {self.audit}",
         }
         return (
             f"{self.steps} steps, killed after step {self.killed_after_step}, continued from step "

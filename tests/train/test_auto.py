@@ -45,7 +45,11 @@ AUTO_REMAT = tiny_config(model=dataclasses.replace(MODEL, remat="auto"))
 
 @pytest.mark.parametrize(
     ("topology", "expected"),
-    [("cpu:2", "float32"), ("v5e:2x2", "bfloat16"), ("h100:8", "bfloat16")],
+    [
+        ("cpu:2", "float32"),
+        pytest.param("v5e:2x2", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("h100:8", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_the_type_is_that_of_the_platform_and_a_given_one_stays(topology, expected):
     try:
