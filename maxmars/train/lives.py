@@ -74,6 +74,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
         more."""
         self._workdir, self._pause_s = workdir, pause_s
         self._record: _Record | None = None  # of this life; None before it and after
+        self._before = _Record(job=None)  # what it was before this life
         # In the name of which processes leave and believe an error; None while another run may own
         # the workdir.
         self._job: str | None = None
@@ -95,13 +96,14 @@ class Life(contextlib.AbstractContextManager["Life"]):
         if newest >= record.step + _FEWEST_STEPS:
             record.lives = 0
         record.step = newest
-        if record.lives >= _MOST_LIVES:
+        if record.lives > _MOST_LIVES:  # the last start would have refused, but nobody came
             self._refuse(record)
         if record.lives >= 2 and not record.stopped:
             pause_s = min(self._pause_s * 2 ** (record.lives - 2), _LONGEST_PAUSE_S)
             log(f"{record.lives} starts in a row got no further; waiting {pause_s:.0f} s")
             time.sleep(pause_s)
-        record.lives, record.stopped = record.lives + 1, False
+        self._before = record
+        record = dataclasses.replace(record, lives=record.lives + 1, stopped=False)
         if not is_remote(self._workdir):
             directory = Path(self._workdir)
             self._made = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -117,18 +119,21 @@ class Life(contextlib.AbstractContextManager["Life"]):
           ValueError: see `begin`; every process raises.
         """
         if jax.distributed.is_initialized():
-            self._job = processes.text_from_primary(self._begin)
+            self._job = processes.text_from_primary(self._meet)
         else:
-            self.begin()
+            self._meet()
 
-    def _begin(self) -> str | None:
+    def _meet(self) -> str | None:
         self.begin()
+        with self._lock:
+            if self._record is not None and self._record.lives > _MOST_LIVES:
+                self._refuse(self._record)
         return self._job
 
     def _refuse(self, record: _Record) -> None:
         """Forget the lives, so that the next start is the first again, and end this one."""
-        record.lives = 0
-        self._write(record)
+        self._record = None
+        self._write(dataclasses.replace(record, lives=0))
         error = ValueError(
             f"{self._workdir}: {_MOST_LIVES} starts in a row crashed, hung, lost a machine or were "
             f"stopped before they had saved {_FEWEST_STEPS} steps after step {record.step}, so "
@@ -154,8 +159,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
 
     def finished(self) -> None:
         """All steps of the run are done."""
-        if self._record is not None:
-            self._record.lives = 1  # this one
+        self._before = _Record(job=self._job)
         self.leave()
 
     def leave(self) -> None:
@@ -164,9 +168,8 @@ class Life(contextlib.AbstractContextManager["Life"]):
             record, self._record = self._record, None
             if record is None:
                 return
-            record.lives -= 1
-            if record.lives:
-                self._write(record)
+            if self._before.lives:
+                self._write(self._before)
             else:
                 self._remove(LIVES)
             if self._made:  # nothing is to be left of a run that was refused

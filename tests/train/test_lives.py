@@ -46,6 +46,13 @@ def test_starts_that_end_without_a_word_wait_and_the_tenth_is_the_last(tmp_path)
     assert said == []
 
 
+def test_the_start_after_one_that_would_have_refused_need_not_meet_the_others(tmp_path):
+    write(tmp_path, 10)
+    Life(tmp_path, pause_s=0.001).begin(log=[].append)
+    with refused(ValueError, tmp_path, "10 starts", "step 0"):
+        Life(tmp_path, pause_s=0.001).begin(log=[].append)
+
+
 def test_ten_new_steps_forget_them(tmp_path):
     write(tmp_path, 9, step=4)
     (tmp_path / "checkpoints" / "13").mkdir(parents=True)
