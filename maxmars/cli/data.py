@@ -292,8 +292,7 @@ def _first_difference(one: TokenStream, other: TokenStream, split: str) -> int |
 
 
 def _metadata_of(directory: Workdir) -> Metadata | None:
-    """The description of token shards or of a TFDS dataset of tokens; None where another program
-    wrote what can be read.
+    """The description of token shards; None where another program wrote what can be read.
 
     Raises:
       FileNotFoundError: there is nothing that can be read.
@@ -342,10 +341,8 @@ def _print_summary(
     console = Console(highlight=False, soft_wrap=True)
     first = next(iter(splits.values()))
     written = "files of another program, without source and counts of documents"
-    if metadata is not None and metadata.record_tokens is None:
+    if metadata is not None:
         written = f"token shards ({FORMAT}, {metadata.dtype})"
-    elif metadata is not None:
-        written = f"TFDS dataset ({metadata.dtype}, records of {metadata.record_tokens:,} tokens)"
     facts = {
         "format": written,
         "source": metadata and metadata.source,

@@ -119,13 +119,12 @@ def examine(directory: str | os.PathLike[str], *, checksums: bool = True) -> str
             "name this directory as its OUT, or copy a prepared directory there."
         )
     metadata = None if meta is None else parse_metadata(meta, directory / "meta.json")
-    if metadata is not None and metadata.record_tokens is None:
-        if is_remote(directory):
-            _check_objects(directory, metadata, checksums)
-        else:
-            for files in shards_of(directory, metadata).values():
-                for file in files:
-                    check_size(file)
+    if metadata is not None and is_remote(directory):
+        _check_objects(directory, metadata, checksums)
+    elif metadata is not None:
+        for files in shards_of(directory, metadata).values():
+            for file in files:
+                check_size(file)
     return meta
 
 
@@ -144,11 +143,11 @@ def open_examined(tokens: TokenDirectory, split: str, meta: str | None) -> Token
             "out."
         )
     metadata = None if meta is None else parse_metadata(meta, directory / "meta.json")
-    if metadata is not None and metadata.record_tokens is None:
+    if metadata is not None:
         return TokenShards(directory, split, metadata)
     directory = Path(directory)
-    if metadata is not None or (directory / "dataset_info.json").is_file():
-        return TfdsTokens(directory, split, _vocabulary(tokens, _GPT2), metadata)
+    if (directory / "dataset_info.json").is_file():
+        return TfdsTokens(directory, split, _vocabulary(tokens, _GPT2))
     if not directory.is_dir():
         what = "is no directory" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"the token directory {directory} {what}; {PREPARE}.")

@@ -23,7 +23,6 @@ from maxmars.data.tokenizer import Loss
 from maxmars.distributed.files import Workdir, read_text, reporting, resolve, write_text
 
 FORMAT = "maxmars-tokens"
-TFDS_FORMAT = "maxmars-tfds-tokens"
 VERSION = 3
 """2 is read too; it held out other documents of small corpora, and cut long texts elsewhere."""
 METADATA, PLAN = "meta.json", "plan.json"
@@ -85,8 +84,6 @@ class Metadata(CheckedConfig):
     """What the tokenizer lost of the first texts; None where nothing."""
     skipped: Skipped | None = None
     """Lines and rows that were left out; None where none."""
-    record_tokens: NotNegative[int] | None = None
-    """Tokens a record where the shards are ArrayRecord files of a TFDS dataset; else None."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,8 +98,7 @@ class Metadata(CheckedConfig):
 def write_metadata(directory: Workdir, metadata: Metadata) -> None:
     """Write `meta.json` into a directory, in one step; what is None is left out."""
     fields = asdict(metadata, dict_factory=lambda items: {k: v for k, v in items if v is not None})
-    name = FORMAT if metadata.record_tokens is None else TFDS_FORMAT
-    fields = {"format": name, "version": VERSION, **fields}
+    fields = {"format": FORMAT, "version": VERSION, **fields}
     write_text(directory / METADATA, json.dumps(fields, indent=2) + "\n")
 
 
@@ -122,7 +118,7 @@ def check_finished(directory: Workdir) -> None:
 
 
 def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
-    """What `meta.json` says of a directory of token shards, or of a TFDS dataset of tokens.
+    """What `meta.json` says of a directory of token shards.
 
     Raises:
       FileNotFoundError: there is no such directory or no `meta.json` in it.
@@ -148,7 +144,7 @@ def parse_metadata(text: str, path: Workdir) -> Metadata:
     with about(path):
         fields = read_as(dict[str, Any], json.loads(text))
         format_, version = fields.pop("format", None), fields.pop("version", None)
-        if format_ not in (FORMAT, TFDS_FORMAT) or version not in (2, VERSION):
+        if format_ != FORMAT or version not in (2, VERSION):
             raise ValueError(
                 f"it is of format {format_!r} version {version!r}, but this maxmars reads "
                 f"{FORMAT!r} version {VERSION}; {AGAIN}."

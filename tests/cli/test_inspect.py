@@ -138,7 +138,8 @@ def test_files_of_other_programs(tmp_path, capsys):
     for i, tokens in enumerate(np.split(STREAM[:-1], [400])):
         write_llm_c(tmp_path / "llm.c" / f"books_train_{i:06d}.bin", tokens)
     write_llm_c(tmp_path / "llm.c" / "books_val_000000.bin", VAL)
-    dataset = write_tfds(tmp_path, {"train": np.split(STREAM, 9), "val": np.split(VAL, 2)})
+    records = {"train": np.split(STREAM, 90), "val": np.split(VAL, 7)}
+    dataset = write_tfds(tmp_path, records, shape=(10,))
     code, text = inspect(capsys, tmp_path / "llm.c")
     assert code == 0
     assert "another program" in text

@@ -122,7 +122,7 @@ def test_a_mixture_with_tokens_fills_in_what_they_lack(tmp_path):
 
 def test_the_examples_read_tfds_and_hugging_face(tmp_path):
     records = [np.arange(LENGTH + 5) + i for i in range(30)]
-    options = {"path": str(write_tfds(tmp_path, {"train": records}))}
+    options = {"path": str(write_tfds(tmp_path, {"train": records}, shape=(None,)))}
     data = GrainConfig(source=f"{EXAMPLES}:from_tfds", options=options, order="sequential")
     rows = batches_of(data, steps=1)["tokens"]
     assert np.array_equal(rows, [record[: LENGTH + 1] for record in records[:16]])

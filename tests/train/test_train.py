@@ -237,9 +237,9 @@ def test_a_run_on_a_mixture_says_what_it_validates_on(tmp_path, capsys):
     for i in range(2):
         stream = np.random.default_rng(i).integers(0, 257, 3000)
         records = {"train": np.split(stream, 10), "test": np.split(stream[:600], 2)}
-        write_tfds(tmp_path / str(i), records, shape=(300,), tokenizer="byte", vocab_size=257)
+        write_tfds(tmp_path / str(i), records, shape=(300,))
     paths = [str(tmp_path / str(i) / "tokens" / "1.0.0") for i in range(2)]
-    parts = tuple(MixturePart(path=path, weight=0.5) for path in paths)
+    parts = tuple(MixturePart(path=path, weight=0.5, tokenizer="byte") for path in paths)
     model = dataclasses.replace(tiny_config().model, document_end_id=256)
     changes = {"num_steps": 4, "eval": EvalConfig(every=100, num_windows=8), **QUICK}
     changes |= {"checkpoint": CheckpointConfig(every=None)}
