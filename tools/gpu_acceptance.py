@@ -1,8 +1,8 @@
 """Everything that is to be measured on a GPU: commands that each run once, and a table of them.
 
     python tools/gpu_acceptance.py --out DIR [--pieces tests,steps,...] [--sizes small,...]
-        [--minutes 8] [--shared DIR] [--tokens DIR] [--rehearse] [--list | --table]
-        [-- --model.remat dots ...]
+        [--minutes 8] [--shared DIR] [--tokens DIR] [--real-steps 400] [--rehearse]
+        [--list | --table] [-- --model.remat dots ...]
 
 Each command is a process with a time limit. It leaves its output in DIR/UNIT.log and, if it
 succeeds, what it found in DIR/UNIT.json, and is not run again. None is started that does not fit

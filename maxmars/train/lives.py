@@ -136,8 +136,8 @@ class Life(contextlib.AbstractContextManager["Life"]):
         self._write(dataclasses.replace(record, lives=0))
         error = ValueError(
             f"{self._workdir}: {_MOST_LIVES} starts in a row crashed, hung, lost a machine or were "
-            f"stopped before they had saved {_FEWEST_STEPS} steps after step {record.step}, so "
-            "this start ends as well. Look at what the last ones printed, and in "
+            f"stopped before they had saved {_FEWEST_STEPS} steps each, the last one after step "
+            f"{record.step}, so this start ends as well. Look at what they printed, and in "
             f"{self._workdir / LOGS}; the same command, given again, tries anew."
         )
         self._leave_error(error)  # the other processes may never meet this one
