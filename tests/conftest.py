@@ -72,10 +72,14 @@ def uncached():
     """For tests that compile for chips that are not there, whose programs JAX writes into its cache
     but cannot read back."""
     import jax
+    from jax.experimental.compilation_cache import compilation_cache
 
+    # JAX looks at the option when it compiles first, and again after a reset.
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
     yield
     jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

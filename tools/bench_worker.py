@@ -152,7 +152,7 @@ class MaxmarsSteps:
             found = make_plan(self.config, topology, evaluate=False).to_json()
         except ValueError as error:
             return {"error": str(error)}
-        keys = ("chip", "num_parameters", "memory", "flops", "estimate")
+        keys = ("memory", "time", "clock")
         return {key: found[key] for key in keys}
 
 

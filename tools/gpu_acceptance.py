@@ -26,7 +26,6 @@ calibrates `maxmars plan`.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import signal
@@ -264,41 +263,18 @@ Steps = dict[str, list[dict[str, Any]]]
 
 
 def calibrate(steps: Steps, measured: str) -> Calibration | None:
-    """Shares of the published rates from AdamW's steps, and the largest error over all steps."""
-    parts = []  # parameters, is AdamW, seconds; of these the optimizer's; the least by the chip
-    for rows in steps.values():
-        for row in rows:
-            plan = row.get("plan", {})
-            if not plan.get("chip") or not row.get("phases"):
-                continue
-            flops, memory, seconds = plan["flops"], plan["memory"], row["step_time"]["median"]
-            state = sum(memory["optimizer_state_bytes"].values())
-            moved = 3 * memory["parameters_bytes"]
-            moved += 2 * (state + memory["previous_parameters_bytes"])
-            parts.append(
-                (
-                    plan["num_parameters"],
-                    row["name"].endswith("-adamw"),
-                    seconds,
-                    seconds * row["phases"]["optimizer"],
-                    (flops["hardware"] - flops["optimizer"]) / plan["chip"]["peak_flops"],
-                    flops["optimizer"] / plan["chip"]["peak_flops"],
-                    moved / plan["chip"]["memory_bandwidth"],
-                )
-            )
-    bases = sorted(part for part in parts if part[1])
-    if not bases:
+    """The clock's factor, in the middle of all measured steps, and the largest error with it."""
+    pairs = [
+        (row["step_time"]["median"], clock["seconds"])
+        for rows in steps.values()
+        for row in rows
+        if (clock := row.get("plan", {}).get("clock"))
+    ]
+    if not pairs:
         return None
-    shares = tuple((n, round(model / (all_ - own), 3)) for n, _, all_, own, model, _, _ in bases)
-    memory = round(statistics.median(moved / own for *_, own, _, _, moved in bases), 3)
-    fit = Calibration(measured=measured, arithmetic=shares, memory=memory, error=0.0)
-    errors = []
-    for n, _, seconds, _, model, orthogonalization, moved in parts:
-        others = tuple(pair for pair in shares if pair[0] != n) or shares
-        share = dataclasses.replace(fit, arithmetic=others).share(n)
-        guess = (model + orthogonalization) / share + moved / memory
-        errors.append(abs(guess / seconds - 1))
-    return dataclasses.replace(fit, error=round(max(errors), 3))
+    scale = round(statistics.median(seconds / planned for seconds, planned in pairs), 3)
+    error = max(abs(scale * planned / seconds - 1) for seconds, planned in pairs)
+    return Calibration(measured=measured, error=round(error, 3), scale=scale)
 
 
 def step_row(unit: str, row: dict[str, Any], in_turns: bool) -> list[str]:
@@ -306,16 +282,20 @@ def step_row(unit: str, row: dict[str, Any], in_turns: bool) -> list[str]:
         middle, low, high = (format(found[key], form) for key in ("median", "min", "max"))
         return f"{middle} ({low} to {high})"
 
-    mfu, peak, planned = row.get("mfu"), row.get("peak_bytes"), row.get("plan", {}).get("memory")
-    off = f" ({planned['peak_bytes'] / peak - 1:+.1%})" if peak and planned else ""
-    phases, compile_s = row.get("phases") or {}, row["compile_time"]
+    mfu, peak, seconds = row.get("mfu"), row.get("peak_bytes"), row["step_time"]["median"]
+    planned, phases = row.get("plan", {}), row.get("phases") or {}
+    off, late, compile_s = "", "", row["compile_time"]
+    if peak and "memory" in planned:
+        off = f" ({planned['memory']['peak_bytes'] / peak - 1:+.1%})"
+    if planned.get("clock"):
+        late = f" ({planned['time']['step_time_s'] / seconds - 1:+.1%})"
     return [
         f"{unit.split('-')[1]}, {row['tokens_a_step']:,} tokens",
         row["name"],
         shown(row["tokens_per_sec"], ",.0f"),
         shown(row["ratio_to_first"], ".3f") if in_turns else "",
         "" if mfu is None else f"{mfu:.1%}",
-        f"{1e3 * row['step_time']['median']:.1f}",
+        f"{1e3 * seconds:.1f}{late}",
         f"{phases['optimizer']:.1%}" if phases else "",
         "" if peak is None else f"{peak / 1e9:.1f}{off}",
         "" if compile_s is None else f"{compile_s:.0f}",
@@ -338,7 +318,7 @@ def print_table(found: dict[str, dict[str, Any]]) -> None:
         )
     steps: Steps = {n: each["results"] for n, each in found.items() if "results" in each}
     head = ["size", "contestant", "tokens/s (range)", "of the first's rate, by round", "MFU"]
-    head += ["step, ms", "optimizer's share", "peak, GB (plan's)", "compile, s"]
+    head += ["step, ms (plan's)", "optimizer's share", "peak, GB (plan's)", "compile, s"]
     lines = [step_row(n, row, len(rows) > 1) for n, rows in steps.items() for row in rows]
     print(markdown_table(head, lines))
     for name, rows in steps.items():

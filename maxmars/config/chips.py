@@ -48,14 +48,18 @@ class Chip:
     """JAX devices of a chip, by which the figures above are divided."""
 
     @property
-    def clock_hz(self) -> float | None:
-        """Cycles a second; None where the compiler gives no cycles, or the clock is not known."""
-        return None if self.name not in _CYCLES else _CYCLES[self.name][0]
+    def is_tpu(self) -> bool:
+        return self.topology_axes is not None
 
     @property
-    def flops_per_cycle(self) -> int | None:
-        """Dense bfloat16 FLOPs of the matrix units in a cycle; None where `clock_hz` is."""
-        return None if self.name not in _CYCLES else _CYCLES[self.name][1]
+    def clock_hz(self) -> float | None:
+        """Cycles a second of a TPU; None where they are not known, and of GPUs, whose compiler
+        gives no cycles."""
+        return _CLOCKS_HZ.get(self.name)
+
+    def bandwidth(self, network: Network) -> float:
+        """Bytes a second that leave it over a network, in one direction."""
+        return self.dcn_bandwidth if network == "DCN" else self.network_bandwidth
 
 
 # TPUs: Google Cloud's pages "TPU v4", "TPU v5e", "TPU v5p", "TPU v6e" and "TPU7x (Ironwood)" give
@@ -88,13 +92,9 @@ CHIPS = {
     "b200": Chip("B200 SXM", r"\bB200\b", 2250e12, 180 * 10**9, 8000e9, "NVLink", 900e9, 50e9),
 }
 
-# Cycles a second, and FLOPs a cycle: 2 for each place of the matrix units, of 128 x 128 four in v5e
-# and eight in v5p, of 256 x 256 four in v6e. The clock is the published FLOP/s divided by that.
-_CYCLES = {
-    "TPU v5e": (1.5e9, 131072),
-    "TPU v5p": (1.75e9, 262144),
-    "TPU v6e": (1.75e9, 524288),
-}
+# The published FLOP/s divided by 2 FLOPs a cycle for each place of the matrix units, of 128 x 128
+# four in v5e and eight in v5p, of 256 x 256 four in v6e.
+_CLOCKS_HZ = {"TPU v5e": 1.5e9, "TPU v5p": 1.75e9, "TPU v6e": 1.75e9}
 
 # Google's types of TPU VMs: the chip, and what the number after it counts a chip as, which is its
 # cores for v4 and v5p. GKE alone has tpu7x.

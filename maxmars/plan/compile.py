@@ -20,14 +20,15 @@ from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip
 from maxmars.data.batches import batch_types, validation_rows
 from maxmars.distributed.collectives import SCOPES, Collective, collectives
-from maxmars.distributed.cycles import StepClock, step_clock
 from maxmars.distributed.sharding import bytes_on_chip
+from maxmars.distributed.step_clock import StepClock, step_clock
 from maxmars.eval.validation import make_eval_step
 from maxmars.model.parameters import Parameters
 from maxmars.optim import ScaleBySoapState
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import (
     Needs,
+    needs_of,
     peak_bytes,
     prepare,
 )
@@ -79,12 +80,12 @@ class CompiledTrainStep(Compiled):
     flops: Counter[str]
     """From `matmul_flops`."""
     clock: StepClock | None
-    """None where the compiler gives no cycles, or the chip's clock is not known."""
+    """None of fake devices, and of TPUs whose cycles a second are not known."""
 
     @property
     def needs(self) -> Needs:
         """What `remat=auto` is chosen by."""
-        return Needs(self.peak_bytes, None if self.clock is None else self.clock.cycles)
+        return needs_of(self.parameters.mesh, self.peak_bytes, self.clock)
 
 
 def compile_train_step(step: TrainStep, topology: Topology) -> CompiledTrainStep:
@@ -99,14 +100,21 @@ def compile_train_step(step: TrainStep, topology: Topology) -> CompiledTrainStep
         traced = step.trace()
         lowered = traced.lower()
     compiled = _compile(lowered, mesh, topology, time.perf_counter() - start)
-    chip = topology.chip if mesh.devices.flat[0].platform == "tpu" else None
     return CompiledTrainStep(
         parameters=step.parameters,
         state=step.abstract_state,
         flops=matmul_flops(traced.jaxpr),
-        clock=None if chip is None else step_clock(compiled["executable"], chip),
+        clock=_clock(compiled["executable"], mesh, topology),
         **compiled,
     )
+
+
+def _clock(executable: jax.stages.Compiled, mesh: Mesh, topology: Topology) -> StepClock | None:
+    if (chip := topology.chip) is None or mesh.devices.flat[0].platform == "cpu":
+        return None
+    if chip.is_tpu:  # whose program for several slices names the devices of one
+        return step_clock(executable, chip)
+    return step_clock(executable, chip, mesh, lambda c: chip.bandwidth(topology.network(c, mesh)))
 
 
 def compile_eval_step(config: TrainConfig, params: Any, mesh: Mesh, topology: Topology) -> Compiled:

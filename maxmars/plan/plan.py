@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from maxmars.config import (
     to_dict,
 )
 from maxmars.distributed import sharding
-from maxmars.distributed.cycles import PRODUCTS, StepClock
+from maxmars.distributed.step_clock import PRODUCTS
 from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
 from maxmars.optim import Assignment, plan_orthogonalization
@@ -43,12 +43,12 @@ from maxmars.plan.compile import (
 )
 from maxmars.plan.roofline import (
     CALIBRATIONS,
+    Bound,
     Calibration,
-    Estimate,
     Flops,
     Traffic,
     assumptions,
-    estimate,
+    bound,
     traffic,
 )
 from maxmars.plan.topology import Topology
@@ -73,8 +73,12 @@ class Plan:
     exchange: Assignment | None
     """Which chip orthogonalises which matrix; None if the optimizer does not orthogonalise."""
     flops: Flops
-    estimate: Estimate | None
-    """None on fake devices, whose speed means nothing."""
+    bound: Bound | None
+    """The least time of a step; None on fake devices, whose speed means nothing."""
+    calibration: Calibration | None
+    """How measured steps compare with the clock; None of a chip on which none was measured."""
+    price: float | None
+    """Of a chip for an hour, in any currency."""
     train_step: CompiledTrainStep
     eval_step: Compiled | None
     """None if the config never evaluates, or by `make_plan(..., evaluate=False)`."""
@@ -82,26 +86,50 @@ class Plan:
     """Lines about what was chosen, and a warning of a slow mesh."""
 
     @property
-    def step_seconds(self) -> float:
-        """Of a step, by the compiler's clock or, where there is none, the roofline; `inf` of fake
-        devices."""
-        if self.train_step.clock is not None:
-            return self.clock_scale * self.train_step.clock.seconds
-        return math.inf if self.estimate is None else self.estimate.step_time_s
+    def clock_scale(self) -> float:
+        """What the clock is multiplied by: the calibration's factor, or 1."""
+        return 1.0 if self.calibration is None else self.calibration.scale
 
     @property
-    def clock_scale(self) -> float:
-        """What the compiler's clock is multiplied by: the calibration's factor, or 1."""
-        calibration = None if self.estimate is None else self.estimate.calibration
-        return 1.0 if calibration is None else calibration.clock
+    def step_seconds(self) -> float:
+        """Of a step, by the clock or, where there is none, the bound; `inf` of fake devices."""
+        if (clock := self.train_step.clock) is not None:
+            return self.clock_scale * clock.seconds
+        return math.inf if self.bound is None else self.bound.step_time_s
 
-    def clock_mfu(self) -> tuple[float, float] | None:
-        """MFU by the compiler's clock, as it is scaled, and at its low figure; None without one."""
+    @property
+    def low_step_seconds(self) -> float | None:
+        """At the low figure of a TPU's clock; None without one."""
         clock, chip = self.train_step.clock, self.topology.chip
-        if clock is None or chip is None:
+        if clock is None or chip is None or not chip.is_tpu:
             return None
-        best = self.flops.model / (self.mesh.size * chip.peak_flops * self.clock_scale)
-        return best / clock.seconds, best / clock.low_seconds
+        return self.clock_scale * clock.low_seconds
+
+    def mfu(self, seconds: float) -> float:
+        """Model FLOPs of a step that takes so long, divided by what the chips could do in it."""
+        assert self.topology.chip is not None
+        return self.flops.model / (self.mesh.size * self.topology.chip.peak_flops * seconds)
+
+    @property
+    def days(self) -> float:
+        """For all steps of the config."""
+        return self.step_seconds * self.config.num_steps / 86400
+
+    @property
+    def cost(self) -> float | None:
+        """Price of a chip and hour times chips times hours; None without a price."""
+        chip = self.topology.chip
+        if self.price is None or chip is None:
+            return None
+        return self.price * self.mesh.size / chip.devices * self.days * 24
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What its times assume, in words."""
+        chip = self.topology.chip
+        if chip is None:
+            return ()
+        return assumptions(chip, self.calibration, clock=self.train_step.clock)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; bytes are per chip, and those of one step."""
@@ -128,11 +156,15 @@ class Plan:
                 "transfer_bytes": exchange.transfer_bytes(),
             },
             "flops": dataclasses.asdict(self.flops),
-            "estimate": None if self.estimate is None else dataclasses.asdict(self.estimate),
-            "clock": self._clock_json(),
-            "assumptions": []
-            if self.estimate is None
-            else list(assumptions(self.estimate.calibration, clock=self.train_step.clock)),
+            "time": self._time_json(),
+            "bound": None if self.bound is None else dataclasses.asdict(self.bound),
+            "clock": None
+            if self.train_step.clock is None
+            else dataclasses.asdict(self.train_step.clock),
+            "calibration": None
+            if self.calibration is None
+            else dataclasses.asdict(self.calibration),
+            "assumptions": list(self.assumptions),
             "eval": None
             if step is None
             else {
@@ -149,13 +181,19 @@ class Plan:
             "compile_time_s": self.train_step.compile_s,
         }
 
-    def _clock_json(self) -> dict[str, Any] | None:
-        clock, mfu = self.train_step.clock, self.clock_mfu()
-        if clock is None or mfu is None:
+    def _time_json(self) -> dict[str, Any] | None:
+        if self.topology.chip is None:
             return None
-        times = {"step_time_s": clock.seconds, "low_step_time_s": clock.low_seconds}
-        times = {name: self.clock_scale * seconds for name, seconds in times.items()}
-        return dataclasses.asdict(clock) | times | {"mfu": mfu[0], "low_mfu": mfu[1]}
+        low = self.low_step_seconds
+        return {
+            "step_time_s": self.step_seconds,
+            "low_step_time_s": low,
+            "mfu": self.mfu(self.step_seconds),
+            "low_mfu": None if low is None else self.mfu(low),
+            "tokens_per_day": self.config.tokens_per_step / self.step_seconds * 86400,
+            "days": self.days,
+            "cost": self.cost,
+        }
 
 
 def make_plan(
@@ -165,7 +203,6 @@ def make_plan(
     price: float | None = None,
     evaluate: bool = True,
     train_step: CompiledTrainStep | None = None,
-    calibrations: Mapping[str, Calibration] = CALIBRATIONS,
     log: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Compile a run's programs for a topology and read from them what it needs.
@@ -176,7 +213,6 @@ def make_plan(
       price: of a chip for an hour, in any currency.
       evaluate: whether to compile the evaluation step as well.
       train_step: of `config`, if it is compiled already, as by `compile_prepared`.
-      calibrations: what was measured, by the chip's name.
       log: gets a line for each program that is compiled to choose `remat`.
 
     Raises:
@@ -224,11 +260,9 @@ def make_plan(
         largest_mixed_bytes=max(mixed, default=0),
         exchange=_exchange(config.optimizer, parameters),
         flops=flops,
-        estimate=None
-        if chip is None
-        else estimate(
-            config, flops, memory, rows, chip, mesh.size, price, calibrations.get(chip.name)
-        ),
+        bound=None if chip is None else bound(flops, memory, rows, chip, mesh.size),
+        calibration=None if chip is None else CALIBRATIONS.get(chip.name),
+        price=price,
         train_step=step,
         eval_step=compile_eval_step(config, step.state.params, mesh, topology) if asked else None,
         messages=tuple(messages),
@@ -291,43 +325,44 @@ def print_plan(plan: Plan) -> None:
         numbers.add_row(*row)
     rich.print(numbers)
     _print_clock(plan)
-    if plan.estimate is not None:
-        lines = assumptions(plan.estimate.calibration, clock=plan.train_step.clock)
-        print("The estimate assumes:", *(f"  - {line}" for line in lines), sep="\n")
+    if plan.assumptions:
+        print("These times assume:", *(f"  - {line}" for line in plan.assumptions), sep="\n")
 
 
 def _print_clock(plan: Plan) -> None:
-    """Print what the compiler says of a step's cycles; nothing of fake devices."""
-    clock, mfu = plan.train_step.clock, plan.clock_mfu()
-    if clock is None or mfu is None:
+    """Print where the step's time goes; nothing of fake devices."""
+    clock = plan.train_step.clock
+    if clock is None:
         if plan.topology.chip is not None:
-            print(f"The compiler gives no cycles for {plan.topology.chip.name}.")
+            print(
+                f"There is no clock: the cycles a second of {plan.topology.chip.name} are unknown."
+            )
         return
-    shares = _table("The compiler's clock", "", *map(_right, ("Mcycles", "%", "at low")))
+    is_tpu, total = plan.low_step_seconds is not None, clock.seconds
+
+    def row(seconds: float, low: float | None = None) -> list[str]:
+        ms = 1e3 * plan.clock_scale
+        numbers = [f"{ms * seconds:,.1f}", f"{100 * seconds / total:.1f}"]
+        return numbers + (["" if low is None else f"{ms * low:,.1f}"] if is_tpu else [])
+
+    columns = ("ms", "%", "at low") if is_tpu else ("ms", "%")
+    title = (
+        "The compiler's clock" if is_tpu else "The clock: kernels at an H200's shares of the rates"
+    )
+    shares = _table(title, "", *map(_right, columns))
     for kind, share in clock.kinds.items():
-        shares.add_row(kind, *_cycles(share.cycles, clock), f"{share.low_cycles / 1e6:,.1f}")
+        shares.add_row(kind, *row(share.seconds, share.low_seconds))
         if kind == PRODUCTS:
-            bound = _cycles(share.bound_cycles, clock)
-            shares.add_row("  their bound by the matrix units", *bound, "")
-    low = f"{clock.low_cycles / 1e6:,.1f}"
-    shares.add_row("a step", *_cycles(clock.cycles, clock), low, style="bold")
-    ms = 1e3 * plan.clock_scale
-    times = f"{clock.seconds * ms:,.1f}", "", f"{clock.low_seconds * ms:,.1f}"
-    shares.add_row("a step, ms" if plan.clock_scale == 1 else "a step, ms, calibrated", *times)
-    shares.add_row("MFU", f"{mfu[0]:.1%}", "", f"{mfu[1]:.1%}")
-    largest = _table("The most expensive operations", "", *map(_right, ("count", "Mcycles", "%")))
-    for row in clock.largest:
-        name = f"{row.kind}: {row.name} {row.shape}".replace("[", r"\[")
-        largest.add_row(name, f"{row.count:,}", *_cycles(row.cycles, clock))
+            shares.add_row("  their bound by the published FLOP/s", *row(share.bound_seconds))
+    shares.add_row("a step", *row(total, clock.low_seconds), style="bold")
+    largest = _table("The most expensive operations", "", *map(_right, ("count", "ms", "%")))
+    for each in clock.largest:
+        name = f"{each.kind}: {each.name} {each.shape}".replace("[", r"\[")
+        largest.add_row(name, f"{each.count:,}", *row(each.seconds)[:2])
     rich.print(shares, largest)
     if clock.guessed:
         names = ", ".join(clock.guessed)
-        print(f"no measured cycles: {names} (kernels: by their bytes; loops: one iteration)")
-
-
-def _cycles(cycles: float, clock: StepClock) -> tuple[str, str]:
-    """Millions of cycles, and per cent of the step."""
-    return f"{cycles / 1e6:,.1f}", f"{100 * cycles / clock.cycles:.1f}"
+        print(f"not measured: {names} (kernels: by their bytes; loops: one iteration)")
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, int]]:
@@ -370,21 +405,23 @@ def _number_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model TFLOP a step, all chips", f"{flops.model / 1e12:,.4g}"
     yield "matrix products that run, TFLOP", f"{flops.hardware / 1e12:,.4g}"
     yield "of these the optimizer's", f"{flops.optimizer / 1e12:,.4g}"
-    if (estimate := plan.estimate) is not None:
-        yield "model arithmetic, s", f"{estimate.model_compute_s:.4f}"
-        yield "optimizer, s", f"{estimate.optimizer_s:.4f}"
-        for network, seconds in estimate.communication_s.items():
-            yield f"{network}, s", f"{seconds:.4f}"
-        rates, bound = "at calibrated rates", ""
-        if estimate.calibration is None:
-            rates, bound = "at best rates (not calibrated)", ", at most"
-        yield f"step time {rates}, s", f"{estimate.step_time_s:.4f}"
-        yield "with communication hidden, s", f"{estimate.overlapped_step_time_s:.4f}"
-        yield f"MFU{bound}", f"{estimate.mfu:.1%} to {estimate.overlapped_mfu:.1%}"
-        yield "tokens a day, billions", f"{estimate.tokens_per_day / 1e9:,.2f}"
-        yield f"days for {plan.config.num_steps:,} steps", f"{estimate.days:,.2f}"
-        if estimate.cost is not None:
-            yield "cost to finish", f"{estimate.cost:,.0f}"
+    if (bound := plan.bound) is not None:
+        yield "at best rates, s: model arithmetic", f"{bound.model_compute_s:.4f}"
+        yield "  optimizer", f"{bound.optimizer_s:.4f}"
+        for network, seconds in bound.communication_s.items():
+            yield f"  {network}", f"{seconds:.4f}"
+        yield "  a step", f"{bound.step_time_s:.4f}"
+        yield "  with communication hidden", f"{bound.overlapped_step_time_s:.4f}"
+        low, known = plan.low_step_seconds, plan.train_step.clock is not None
+        if known:
+            yield "a step by the clock below, s", f"{plan.step_seconds:.4f}"
+        at_low = "" if low is None else f" .. {plan.mfu(low):.1%}"
+        yield "MFU" if known else "MFU, at most", f"{plan.mfu(plan.step_seconds):.1%}{at_low}"
+        tokens_per_day = plan.config.tokens_per_step / plan.step_seconds * 86400
+        yield "tokens a day, billions", f"{tokens_per_day / 1e9:,.2f}"
+        yield f"days for {plan.config.num_steps:,} steps", f"{plan.days:,.2f}"
+        if plan.cost is not None:
+            yield "cost to finish", f"{plan.cost:,.0f}"
     steps = [step for step in (plan.train_step, plan.eval_step) if step is not None]
     yield "time to compile here, s", f"{sum(step.lower_s + step.compile_s for step in steps):.1f}"
 

@@ -13,8 +13,8 @@ before the data are read.
 
 The policies of rematerialisation give the same loss and gradients but for rounding. Which of them
 fits is read from the compiled train step, so that a run neither recomputes what it has the memory
-to keep, nor ends out of memory. On TPUs their compiler says as well how many cycles a step takes,
-and the fewest are taken: to keep an array and read it again may take longer than to compute it.
+to keep, nor ends out of memory. On TPUs their compiler says as well how long a step takes, and the
+shortest is taken: to keep an array and read it again may take longer than to compute it.
 
 A run that continues on the same mesh and kind of device keeps the last two, while they fit.
 `maxmars plan --max-memory` finds both by compiling: see `search`.
@@ -40,7 +40,7 @@ from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
 from maxmars.data.windows import Types
 from maxmars.distributed import processes, sharding
-from maxmars.distributed.cycles import step_clock
+from maxmars.distributed.step_clock import StepClock, step_clock
 from maxmars.model.attention import choose_attention
 from maxmars.model.gpt2 import GPT2
 from maxmars.model.parameters import Parameters
@@ -438,8 +438,8 @@ class Needs(NamedTuple):
 
     peak_bytes: int | None
     """None where the compiler refuses it for want of memory, as then does `fit`."""
-    cycles: float | None = None
-    """By the compiler's own clock, which only that for TPUs has."""
+    seconds: float | None = None
+    """By `step_clock`, on TPUs; None elsewhere."""
 
     def fit(self, usable_bytes: int) -> bool:
         return self.peak_bytes is not None and self.peak_bytes <= usable_bytes
@@ -447,8 +447,8 @@ class Needs(NamedTuple):
     def __str__(self) -> str:
         if self.peak_bytes is None:
             return "too much memory"
-        cycles = "" if self.cycles is None else f"{self.cycles / 1e6:,.1f} Mcycles and "
-        return f"{cycles}{self.peak_bytes / 1e9:.3f} GB"
+        time = "" if self.seconds is None else f"{self.seconds * 1e3:,.1f} ms and "
+        return f"{time}{self.peak_bytes / 1e9:.3f} GB"
 
 
 def best_policy(
@@ -458,8 +458,8 @@ def best_policy(
     *,
     keep: bool = False,
 ) -> tuple[Remat, Needs]:
-    """The policy to take, and what it needs: of those that fit, the one of the fewest cycles; where
-    the compiler says nothing of cycles, the first.
+    """The policy to take, and what it needs: of those that fit, the one of the shortest step;
+    where its time is not known, the first.
 
     Args:
       measure: what the step needs under a policy; it compiles, so it is asked only as often as the
@@ -467,19 +467,19 @@ def best_policy(
       usable_bytes: memory of one device that the step may take.
       policies: those to choose from, from the least arithmetic to the least memory. If none fits,
         it is the last.
-      keep: take the first that fits, whatever its cycles: that of the run so far.
+      keep: take the first that fits, whatever its time: that of the run so far.
     """
     fitting: dict[Remat, Needs] = {}
     needs = Needs(None)
     for remat in policies:
         needs = measure(remat)
         if needs.fit(usable_bytes):
-            if keep or needs.cycles is None:
+            if keep or needs.seconds is None:
                 return remat, needs
             fitting[remat] = needs
     if not fitting:
         return policies[-1], needs
-    return min(fitting.items(), key=lambda item: item[1].cycles or 0.0)
+    return min(fitting.items(), key=lambda item: item[1].seconds or 0.0)
 
 
 def measured(train_step: TrainStep) -> Needs:
@@ -493,7 +493,14 @@ def measured(train_step: TrainStep) -> Needs:
     device = train_step.mesh.devices.flat[0]
     is_tpu, name = device.platform == "tpu", chip_name(device.device_kind)
     clock = step_clock(compiled, CHIPS[name]) if is_tpu and name is not None else None
-    return Needs(peak_bytes(compiled, tpu=is_tpu), None if clock is None else clock.cycles)
+    return needs_of(train_step.mesh, peak_bytes(compiled, tpu=is_tpu), clock)
+
+
+def needs_of(mesh: Mesh, peak_bytes: int, clock: StepClock | None) -> Needs:
+    """What a compiled step takes, with its time where policies are chosen by it."""
+    # On a GPU the policy that recomputes least was the fastest, and compiling all takes minutes.
+    by_time = clock is not None and mesh.devices.flat[0].platform == "tpu"
+    return Needs(peak_bytes, clock.seconds if by_time else None)
 
 
 def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:

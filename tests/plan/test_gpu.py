@@ -6,6 +6,13 @@ import pytest
 from tiny import tiny_config
 
 from maxmars.config import MarsConfig, MeshConfig
+from maxmars.distributed.step_clock import (
+    COLLECTIVES,
+    LOSS_ELEMENTWISE,
+    LOSS_PRODUCTS,
+    OPTIMIZER,
+    PRODUCTS,
+)
 from maxmars.plan import make_plan
 from maxmars.plan.topology import get_topology
 
@@ -22,7 +29,7 @@ MESHES = {"h100:8": MeshConfig(fsdp=8), "h200:16": MeshConfig(data=2, fsdp=8)}
 
 
 @pytest.fixture(scope="module")
-def plans():
+def plans(uncached):
     plans = {}
     for name, topology in (("shampoo", "h100:8"), ("shampoo", "h200:16"), ("mars", "h200:16")):
         mesh, optimizer = MESHES[topology], OPTIMIZERS[name]
@@ -38,6 +45,16 @@ def test_memory_is_the_compilers(plans):
         peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes + made
         assert plan.memory.peak_bytes == peak
         assert plan.memory.headroom_bytes == plan.topology.chip.memory_bytes - peak
+
+
+def test_the_clock_has_all_kinds_and_is_no_faster_than_the_bound(plans):
+    for (name, _), plan in plans.items():
+        clock = plan.train_step.clock
+        for kind in (PRODUCTS, LOSS_PRODUCTS, LOSS_ELEMENTWISE, OPTIMIZER, COLLECTIVES):
+            assert clock.kinds[kind].seconds > 0, (name, kind)
+        assert clock.seconds > plan.bound.overlapped_step_time_s
+        assert clock.guessed == ()
+        assert plan.train_step.needs.seconds is None
 
 
 def test_optimizer_traffic_stays_within_the_host(plans):

@@ -9,11 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from maxmars.config.chips import CHIPS
-
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 CARD = "NVIDIA H100 80GB HBM3"
-PEAK, MEMORY = CHIPS["h100"].peak_flops, CHIPS["h100"].memory_bandwidth
 
 
 @pytest.fixture
@@ -29,10 +26,8 @@ def leave(folder, unit, found):
     (folder / f"{unit}.json").write_text(json.dumps(result))
 
 
-def step(
-    optimizer, step_s, *, size="small", mfu=0.5, ratio=1.0, share=0.1, parameters=1e8, peak=10
-):
-    """A measured step; its model's products take half of the model's time at the published peak."""
+def step(optimizer, step_s, planned_s, *, size="small", mfu=0.5, ratio=1.0, peak=10):
+    """A measured step, and what the plan said of it."""
     spread = {"median": step_s, "min": step_s, "max": step_s}
     return {
         "name": f"gpt2-{size}-{optimizer}",
@@ -43,21 +38,15 @@ def step(
         "mfu": mfu,
         "peak_bytes": peak * 1e9,
         "compile_time": 30.0,
-        "phases": {"forward": 0.3, "backward": 0.7 - share, "optimizer": share},
+        "phases": {"forward": 0.3, "backward": 0.6, "optimizer": 0.1},
         "longest": [
             {"name": "gemm.1", "phase": "forward", "source": "dot", "ms": 1.5, "share": 0.25}
         ],
         "environment": {"device_kinds": [CARD]},
         "plan": {
-            "num_parameters": int(parameters),
-            "chip": {"peak_flops": PEAK, "memory_bandwidth": MEMORY},
-            "flops": {"hardware": 0.5 * step_s * (1 - share) * PEAK, "optimizer": 0},
-            "memory": {
-                "parameters_bytes": 0.8 * share * step_s * MEMORY / 3,
-                "optimizer_state_bytes": {},
-                "previous_parameters_bytes": 0,
-                "peak_bytes": 10.2e9,
-            },
+            "memory": {"peak_bytes": 10.2e9},
+            "time": {"step_time_s": planned_s},
+            "clock": {"seconds": planned_s},
         },
     }
 
@@ -104,9 +93,9 @@ def test_the_table_has_steps_and_calibrates_the_plan(acceptance, capsys, tmp_pat
             "environment": dict.fromkeys(("python", "jax", "flax", "optax", "maxmars"), "1"),
         },
     )
-    small = [step("adamw", 1.0, mfu=0.52), step("mars", 1.01, ratio=0.99)]
+    small = [step("adamw", 1.0, 0.8, mfu=0.52), step("mars", 1.01, 0.808, ratio=0.99)]
     leave(tmp_path, "steps-small", {"results": small})
-    adamw = step("adamw", 4.0, size="xl", mfu=0.5, parameters=16e8, peak=11)
+    adamw = step("adamw", 4.0, 4.0, size="xl", mfu=0.5, peak=11)
     leave(tmp_path, "steps-xl-adamw", {"results": [adamw]})
     leave(tmp_path, "tests-kernels", ["9 passed"])
     acceptance(["--out", str(tmp_path), "--table"])
@@ -117,14 +106,13 @@ def test_the_table_has_steps_and_calibrates_the_plan(acceptance, capsys, tmp_pat
     ]
     assert [row[2] for row in rows] == ["gpt2-small-adamw", "gpt2-small-mars", "gpt2-xl-adamw"]
     assert [row[4] for row in rows] == ["1.000 (1.000 to 1.000)", "0.990 (0.990 to 0.990)", ""]
-    assert rows[2][5:9] == ["50.0%", "4000.0", "10.0%", "11.0 (-7.3%)"]
+    assert rows[2][5:9] == ["50.0%", "4000.0 (+0.0%)", "10.0%", "11.0 (-7.3%)"]
     assert "9 passed" in printed
     calibration = printed.split("roofline.py:")[1]
     assert "'H100 SXM': Calibration(measured='2026-12-01, NVIDIA H100 80GB HBM3, JAX 1'" in (
         calibration
     )
-    fit = "arithmetic=((100000000, 0.5), (1600000000, 0.5)), memory=0.8, error=0.0, clock=1.0)"
-    assert fit in calibration
+    assert "error=0.25, scale=1.25)" in calibration
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, measured)
 
     def measure(remat):
         tried.append(remat)
-        return NEEDS[remat]._replace(cycles=None)
+        return NEEDS[remat]._replace(seconds=None)
 
     assert best_policy(measure, limit)[0] == policy
     assert tried == list(POLICIES[:measured])
@@ -105,7 +105,7 @@ def test_the_policy_with_the_least_arithmetic_that_fits(limit, policy, measured)
         (189, False, "full"),  # nothing fits
     ],
 )
-def test_of_those_that_fit_the_policy_with_the_fewest_cycles(limit, keep, policy):
+def test_of_those_that_fit_the_policy_of_the_shortest_step(limit, keep, policy):
     assert best_policy(NEEDS.__getitem__, limit, keep=keep) == (policy, NEEDS[policy])
 
 

@@ -1,18 +1,21 @@
-"""A compiled TPU program by its compiler's own clock: how many cycles one run takes, and on what.
+"""How long one run of a compiled program takes on a chip, operation by operation, and on what.
 
-libtpu writes `"estimated_cycles"` beside most instructions of a scheduled program. `step_clock`
-adds them up: instructions run one after the other in the order of the text, loops as often as their
-trip counts say, asynchronous transfers beside them; whoever waits for one waits until it is over.
+Instructions run one after the other in the order of the text, loops as often as their trip counts
+say, asynchronous transfers beside them; whoever waits for one waits until it is over. What one
+instruction takes is
 
-What has no estimate is charged here:
-* a kernel (Pallas) by `KERNELS`, the measured cycles of one block, or else by its bytes;
-* a collective by the bytes that it sends over the chip's links, all of them, in one direction;
-* everything else by its bytes at the memory's rate.
+* on TPUs, whose compiler writes `"estimated_cycles"` beside most instructions, what that says;
+* of a kernel of attention on TPUs, `KERNELS`, the measured cycles of one block;
+* on GPUs, of a matrix product or of cuDNN's attention, the time of its arithmetic at
+  `PRODUCTS_SHARE` or `ATTENTION_SHARE` of the published FLOP/s, or of its bytes if that is longer;
+* of a collective, the bytes that it sends over the chip's links, all of them, in one direction;
+* of everything else, its bytes at the memory's rate, on GPUs at `MEMORY_SHARE` of it.
 
-How far to trust it: products and float32 streams agree with the rates of the chip to 2 to 30 %.
-Elementwise work in bfloat16 is charged as if it were float32, about 2.5 times the memory's time, so
-there is a low figure as well, in which all but products, kernels and collectives runs at the
-memory's rate. Exchanges between slices are not counted.
+How far to trust it: on TPUs products and float32 streams agree with the rates of the chip to 2 to
+30 %. Elementwise work in bfloat16 is charged there as if it were float32, about 2.5 times the
+memory's time, so there is a low figure as well, in which all but products, kernels and collectives
+runs at the memory's rate. Exchanges between slices are not counted. On GPUs the three shares are
+those of one card, an H200; networks and the gaps between kernels are not measured.
 """
 
 from __future__ import annotations
@@ -21,15 +24,17 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from maxmars.config.chips import Chip
 from maxmars.distributed.collectives import (
     OPS,
+    Collective,
     Frame,
     read_collective,
     scopes_of,
@@ -51,6 +56,13 @@ KINDS = (
     *(PRODUCTS, ATTENTION, LOSS_PRODUCTS, LOSS_ELEMENTWISE),
     *(LAYOUTS, ELEMENTWISE, OPTIMIZER, COLLECTIVES),
 )
+
+PRODUCTS_SHARE = 0.72
+ATTENTION_SHARE = 0.23
+MEMORY_SHARE = 0.61
+"""Shares of a GPU's published rates, of FLOP/s and of memory, that operations reach on an H200 (JAX
+0.11.2, cuDNN 9): in a profile of GPT-2 small's step the matrix products, and attention of 1,024
+tokens and heads of 64, whose masked half counts nothing; AdamW's update, of the memory's rate."""
 
 BLOCK = 512
 KERNELS = {
@@ -98,10 +110,10 @@ class Operation:
     shape: str
     """Of the result, or the first of several, without layout."""
     count: int
-    cycles: float
-    low_cycles: float
+    seconds: float
+    low_seconds: float
     """At the memory's rate, where that is less and it is no product, kernel or collective."""
-    bound_cycles: float
+    bound_seconds: float
     """Of its matrix products, at the chip's peak; 0 without products."""
 
 
@@ -110,50 +122,49 @@ class KindClock:
     """All operations of one kind; the fields are those of `Operation`."""
 
     count: int
-    cycles: float
-    low_cycles: float
-    bound_cycles: float
+    seconds: float
+    low_seconds: float
+    bound_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepClock:
-    """Cycles of one run of a program on one chip."""
+    """The time of one run of a program on one chip."""
 
-    cycles: float
-    low_cycles: float
-    """With all but products, kernels and collectives at the memory's rate, padding included."""
+    seconds: float
+    low_seconds: float
+    """With all but products, kernels and collectives at the memory's rate, padding included; on
+    GPUs the same as `seconds`."""
     kinds: dict[str, KindClock]
     """By all of `KINDS`; they sum to the whole."""
     largest: tuple[Operation, ...]
-    """The ten that take most cycles."""
+    """The ten that take most time."""
     guessed: tuple[str, ...]
     """Names of kernels that are charged by their bytes, and of loops that are counted once because
     their trip count depends on data."""
-    clock_hz: float
-
-    @property
-    def seconds(self) -> float:
-        return self.cycles / self.clock_hz
-
-    @property
-    def low_seconds(self) -> float:
-        return self.low_cycles / self.clock_hz
 
 
-def step_clock(program: Any, chip: Chip) -> StepClock | None:
-    """The clock of a compiled program; None if the chip's clock is not known.
+def step_clock(
+    program: Any,
+    chip: Chip,
+    mesh: Mesh | None = None,
+    bandwidth: Callable[[Collective], float] | None = None,
+) -> StepClock | None:
+    """The clock of a compiled program; None of a TPU whose cycles a second are not known.
 
     Args:
-      program: a `jax.stages.Compiled` for TPUs, or its `as_text()`.
+      program: a `jax.stages.Compiled`, or its `as_text()`.
       chip: what it was compiled for.
+      mesh: of its devices, for the axes of the collectives that `bandwidth` is asked of.
+      bandwidth: bytes a second that a chip sends of a collective; None is the chip's fast network.
 
     Raises:
       ValueError: the text is not HLO.
     """
-    if chip.clock_hz is None or chip.flops_per_cycle is None:
+    if chip.is_tpu and chip.clock_hz is None:
         return None
     module, guessed = parse(program), set[str]()
-    walk = _Walk(chip, chip.clock_hz, chip.flops_per_cycle, guessed)
+    walk = _Walk(chip, mesh, bandwidth or (lambda _: chip.network_bandwidth), guessed)
     operations = list(walk.operations(Frame(module, module.computations[module.entry])))
     alike = defaultdict[tuple[str, str, str], list[Operation]](list)
     for operation in operations:
@@ -161,22 +172,22 @@ def step_clock(program: Any, chip: Chip) -> StepClock | None:
     merged = [dataclasses.replace(group[0], **_sums(group)) for group in alike.values()]
     kinds = {kind: KindClock(**_sums(o for o in operations if o.kind == kind)) for kind in KINDS}
     return StepClock(
-        cycles=math.fsum(kind.cycles for kind in kinds.values()),
-        low_cycles=math.fsum(kind.low_cycles for kind in kinds.values()),
+        seconds=math.fsum(kind.seconds for kind in kinds.values()),
+        low_seconds=math.fsum(kind.low_seconds for kind in kinds.values()),
         kinds=kinds,
-        largest=tuple(sorted(merged, key=lambda o: -o.cycles)[:10]),
+        largest=tuple(sorted(merged, key=lambda o: -o.seconds)[:10]),
         guessed=tuple(sorted(guessed)),
-        clock_hz=chip.clock_hz,
     )
 
 
 def _sums(operations: Iterable[Operation]) -> dict[str, Any]:
     listed = list(operations)
-    cycles = {key: math.fsum(getattr(o, key) for o in listed) for key in _CYCLES}
-    return {"count": sum(o.count for o in listed), **cycles}
+    seconds = {key: math.fsum(getattr(o, key) for o in listed) for key in _SECONDS}
+    return {"count": sum(o.count for o in listed), **seconds}
 
 
-_CYCLES = ("cycles", "low_cycles", "bound_cycles")
+_SECONDS = ("seconds", "low_seconds", "bound_seconds")
+_CUBLAS = 'custom_call_target="__cublas'
 _FREE = (
     *("get-tuple-element", "constant", "parameter", "tuple", "bitcast"),
     *("partition-id", "after-all", "opt-barrier"),
@@ -194,23 +205,23 @@ class _Transfers:
     """When each of `links` and `memory` has carried all that was given to it."""
     ends: dict[str, float] = field(default_factory=dict)
 
-    def start(self, name: str, engine: str, now: float, cycles: float) -> None:
-        self.ends[name] = self.free[engine] = max(now, self.free[engine]) + cycles
+    def start(self, name: str, engine: str, now: float, seconds: float) -> None:
+        self.ends[name] = self.free[engine] = max(now, self.free[engine]) + seconds
 
 
 @dataclass(frozen=True)
 class _Walk:
     chip: Chip
-    clock_hz: float
-    flops_per_cycle: int
+    mesh: Mesh | None
+    bandwidth: Callable[[Collective], float]
     guessed: set[str]
 
     def operations(self, frame: Frame) -> Iterator[Operation]:
-        """The operations of a computation, which runs from cycle 0; their cycles sum to its end."""
+        """The operations of a computation, which runs from second 0; they sum to its end."""
         now, transfers, chains = 0.0, _Transfers(), set[tuple[str, str]]()
         for instruction in frame.computation.instructions.values():
             for operation in self._operations(frame, instruction, now, transfers, chains):
-                now += operation.cycles
+                now += operation.seconds
                 yield operation
 
     def _operations(
@@ -227,7 +238,7 @@ class _Walk:
         elif i.opcode == "conditional":
             keys = ("branch_computations", "true_computation", "false_computation")
             branches = [list(self.operations(frame.enter(i, name))) for name in i.called(*keys)]
-            yield from max(branches, key=lambda branch: sum(o.cycles for o in branch))
+            yield from max(branches, key=lambda branch: sum(o.seconds for o in branch))
         elif base in ("copy", "slice") and is_async:
             moved = float(min(map(shape_bytes, tuple_elements(i.shape)[:2])))
             transfers.start(i.name, "memory", now, self._memory(moved))
@@ -238,15 +249,14 @@ class _Walk:
                 kind = LAYOUTS if i.opcode in _LAYOUT_OPCODES else COLLECTIVES
                 yield _operation(kind, i, wait, wait)
         elif base in OPS:
-            sent = self._links(wire_bytes(read_collective(frame, i, None)))
+            sent = self._links([read_collective(frame, i, self.mesh)])
             if is_async:
                 transfers.start(i.name, "links", now, sent)
             else:
                 yield _operation(COLLECTIVES, i, sent, sent)
         else:
             inside = [frame.enter(i, name) for name in i.called("calls")]
-            collectives = [c for inner in inside for c in visit(inner, None, chains)]
-            sent = self._links(math.fsum(map(wire_bytes, collectives)))
+            sent = self._links(c for inner in inside for c in visit(inner, self.mesh, chains))
             if "async-collective-start" in i.name:
                 transfers.start(i.name, "links", now, sent)
                 return
@@ -261,22 +271,30 @@ class _Walk:
             trips = 1
             self.guessed.add(i.name)
         for o in self.operations(frame.enter(i, i.called("body")[0])):
-            cycles: dict[str, Any] = {key: trips * getattr(o, key) for key in _CYCLES}
-            yield dataclasses.replace(o, count=trips * o.count, **cycles)
+            seconds: dict[str, Any] = {key: trips * getattr(o, key) for key in _SECONDS}
+            yield dataclasses.replace(o, count=trips * o.count, **seconds)
 
     def _arithmetic(self, frame: Frame, i: Instruction) -> Operation:
         path = _path(frame, i)
-        if i.opcode == "custom-call":
-            cycles = self._kernel(frame, i) if "tpu_custom_call" in i.rest else 0.0
-            return _operation(ATTENTION, i, cycles, cycles)
+        if 'custom_call_target="__cudnn$fmha' in i.rest:
+            return self._cudnn_attention(frame, i)
+        if i.opcode == "custom-call" and _CUBLAS not in i.rest:
+            # A TPU's other calls allocate buffers and the like; a GPU's are kernels of libraries.
+            is_kernel = "tpu_custom_call" in i.rest or not self.chip.is_tpu
+            seconds = self._kernel(frame, i) if is_kernel else 0.0
+            return _operation(ATTENTION, i, seconds, seconds)
         streamed = self._memory(_streamed_bytes(frame, i))
+        bound = sum(_product_flops(*p) for p in _products(frame, i)) / self.chip.peak_flops
         estimate = re.search(r'"estimated_cycles":"(\d+)"', i.rest)
-        cycles = float(estimate[1]) if estimate else streamed
-        flops = sum(_product_flops(*product) for product in _products(frame, i))
+        if self.chip.is_tpu:
+            assert self.chip.clock_hz is not None
+            seconds = float(estimate[1]) / self.chip.clock_hz if estimate else streamed
+        else:
+            seconds = max(bound / PRODUCTS_SHARE, streamed)
         in_loss = re.search(r"\bloss\b", path) is not None
         if {"optimizer", "clip"} & scopes_of(path):
             kind = OPTIMIZER
-        elif flops:
+        elif bound:
             kind = LOSS_PRODUCTS if in_loss else PRODUCTS
         elif in_loss:
             kind = LOSS_ELEMENTWISE
@@ -288,8 +306,18 @@ class _Walk:
             kind = LAYOUTS
         else:
             kind = ELEMENTWISE
-        low = cycles if flops else min(cycles, streamed)
-        return _operation(kind, i, cycles, low, flops / self.flops_per_cycle)
+        return _operation(kind, i, seconds, seconds if bound else min(seconds, streamed), bound)
+
+    def _cudnn_attention(self, frame: Frame, i: Instruction) -> Operation:
+        batch, length, heads, width = _dims(frame.operand(i, 0).shape)
+        keys = _dims(frame.operand(i, 1).shape)[1]
+        # The backward pass computes the logits again. A causal mask spares half of all products.
+        products = 5 if "Backward" in i.rest else 2
+        flops = products * 2 * batch * heads * length * keys * width
+        flops /= 2 if '"CAUSAL"' in i.rest else 1
+        bound = flops / self.chip.peak_flops
+        seconds = max(bound / ATTENTION_SHARE, self._memory(_streamed_bytes(frame, i)))
+        return _operation(ATTENTION, i, seconds, seconds, bound)
 
     def _kernel(self, frame: Frame, i: Instruction) -> float:
         table = KERNELS.get(self.chip.name, {})
@@ -305,21 +333,23 @@ class _Walk:
         # key. One kernel computes them nevertheless.
         n = math.ceil(length / BLOCK)
         blocks = n * n if name == "splash_mha_dkv" else n * (n + 1) // 2
-        return tiles * blocks * table[name]
+        assert self.chip.clock_hz is not None
+        return tiles * blocks * table[name] / self.chip.clock_hz
 
     def _memory(self, size: float) -> float:
-        return size / self.chip.memory_bandwidth * self.clock_hz
+        share = 1.0 if self.chip.is_tpu else MEMORY_SHARE
+        return size / (share * self.chip.memory_bandwidth)
 
-    def _links(self, size: float) -> float:
-        return size / self.chip.network_bandwidth * self.clock_hz
+    def _links(self, collectives: Iterable[Collective]) -> float:
+        return math.fsum(wire_bytes(c) / self.bandwidth(c) for c in collectives)
 
 
 def _operation(
-    kind: str, i: Instruction, cycles: float, low: float, bound: float = 0.0
+    kind: str, i: Instruction, seconds: float, low: float, bound: float = 0.0
 ) -> Operation:
     name = "/".join(i.op_name.split("/")[-2:]) or i.name
     shape = re.sub(r"\{.*", "", tuple_elements(i.shape)[0])
-    return Operation(kind, name, shape, 1, cycles, low, bound)
+    return Operation(kind, name, shape, 1, seconds, low, bound)
 
 
 def _path(frame: Frame, i: Instruction) -> str:
@@ -337,45 +367,59 @@ def _streamed_bytes(frame: Frame, i: Instruction) -> float:
     operands = [frame.operand(i, k) for k in range(len(i.operands))]
     if i.opcode == "dynamic-update-slice":
         return 2 * _padded_bytes(operands[1].shape)
-    if i.opcode != "fusion":
-        return math.fsum(_padded_bytes(x.shape) for x in (i, *operands))
+    shape = i.shape
+    if i.opcode == "custom-call":  # of a library; further results are its working space
+        shape = tuple_elements(shape)[0]
+    if i.opcode not in ("fusion", "fusion-start"):
+        return math.fsum(map(_padded_bytes, (shape, *(x.shape for x in operands))))
+    if i.opcode == "fusion-start":  # of an asynchronous one: (operands, result, context)
+        shape = tuple_elements(shape)[1]
     inside = frame.enter(i, i.called("calls")[0])
-    read = math.fsum(_read_bytes(inside, k, x.shape) for k, x in enumerate(operands))
-    updates = [
-        inside.operand(x, 1)
-        for x in inside.computation.instructions.values()
-        if x.opcode == "dynamic-update-slice"
-    ]
-    return read + sum(_padded_bytes(x.shape) for x in updates or [i])
-
-
-def _read_bytes(frame: Frame, index: int, shape: str) -> float:
-    """Bytes that a fusion reads of an argument, through the fusions within it."""
-    whole, size = _padded_bytes(shape), 0.0
-    instructions = frame.computation.instructions.values()
-    parameter = next(
-        x for x in instructions if x.opcode == "parameter" and x.arguments == f"{index}"
+    instructions = inside.computation.instructions.values()
+    parameters = {x.arguments: x.name for x in instructions if x.opcode == "parameter"}
+    read = math.fsum(
+        _read_bytes(inside, parameters[f"{k}"], x.shape) for k, x in enumerate(operands)
     )
-    for user in frame.computation.users[parameter.name]:
-        position = user.operands.index(parameter.name)
+    updates = [
+        inside.operand(x, 1).shape for x in instructions if x.opcode == "dynamic-update-slice"
+    ]
+    return read + sum(map(_padded_bytes, updates or [shape]))
+
+
+def _read_bytes(frame: Frame, name: str, shape: str) -> float:
+    """Bytes that a fusion reads of an argument of this shape, through the fusions within it."""
+    whole, size = _padded_bytes(shape), 0.0
+    for user in frame.computation.users[name]:
+        position = user.operands.index(name)
         if user.opcode == "dynamic-slice":
             size += _padded_bytes(user.shape)
+        elif user.opcode == "bitcast":
+            size += _read_bytes(frame, user.name, shape)
         elif user.opcode == "fusion":
-            size += _read_bytes(frame.enter(user, user.called("calls")[0]), position, shape)
+            inside = frame.enter(user, user.called("calls")[0])
+            parameter = next(
+                x
+                for x in inside.computation.instructions.values()
+                if x.opcode == "parameter" and x.arguments == f"{position}"
+            )
+            size += _read_bytes(inside, parameter.name, shape)
         elif user.opcode != "dynamic-update-slice" or position:
             return whole
     return min(whole, size)
 
 
 def _padded_bytes(shape: str) -> float:
-    """Bytes in the chip's main memory, in tiles of 8 x 128; what lies in another (`S(1)`) is 0."""
+    """Bytes in the chip's main memory; what lies in another (`S(1)`) is 0. An array in tiles,
+    `T(8,128)`, as on TPUs, takes whole tiles."""
     if shape.startswith("("):
         return math.fsum(map(_padded_bytes, tuple_elements(shape)))
-    match = re.match(r"(\w+)\[([\d,]+)\](?:\{([\d,]*)(:[^}]*)?\})?", shape)
-    if not match or "S(" in (match[4] or ""):
+    match = re.match(r"(\w+)\[[\d,]+\](?:\{([\d,]*)(:[^}]*)?\})?", shape)
+    if not match or "S(" in (match[3] or ""):
         return 0.0
+    if "T(" not in (match[3] or ""):
+        return float(shape_bytes(shape))
     sizes = _dims(shape)
-    order = [int(n) for n in (match[3] or "").split(",") if n] or [*range(len(sizes))][::-1]
+    order = [int(n) for n in (match[2] or "").split(",") if n] or [*range(len(sizes))][::-1]
     from_minor = [sizes[axis] for axis in order]
     for axis, tile in zip(range(len(from_minor)), (128, 8), strict=False):
         from_minor[axis] = math.ceil(from_minor[axis] / tile) * tile
@@ -387,11 +431,12 @@ def _dims(shape: str) -> list[int]:
     return [int(n) for n in match[1].split(",") if n] if match else []
 
 
-# Matrix products, which libtpu writes as convolutions.
+# Matrix products, which libtpu writes as convolutions, and XLA for GPUs as calls of cuBLAS or as
+# fusions around one.
 
 
 def _products(frame: Frame, i: Instruction) -> Iterator[tuple[Frame, Instruction]]:
-    if i.opcode in ("convolution", "dot"):
+    if i.opcode in ("convolution", "dot") or _CUBLAS in i.rest:
         yield frame, i
     elif i.opcode in ("fusion", "call"):
         for name in i.called("calls", "to_apply"):
@@ -401,9 +446,13 @@ def _products(frame: Frame, i: Instruction) -> Iterator[tuple[Frame, Instruction
 
 
 def _product_flops(frame: Frame, i: Instruction) -> int:
-    left, right, out = (_dims(x.shape) for x in (frame.operand(i, 0), frame.operand(i, 1), i))
-    if i.opcode == "dot":
-        axes = re.findall(r"\d+", i.attributes["lhs_contracting_dims"])
+    shapes = frame.operand(i, 0).shape, frame.operand(i, 1).shape, tuple_elements(i.shape)[0]
+    left, right, out = map(_dims, shapes)
+    if i.opcode != "convolution":
+        key = r"lhs_contracting_dim(?:ension)?s\W+([\d,\" ]*)"  # of a dot, and of cuBLAS
+        match = re.search(key, i.rest)
+        assert match is not None
+        axes = re.findall(r"\d+", match[1])
         return 2 * math.prod(out) * math.prod(left[int(axis)] for axis in axes)
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", i.attributes["dim_labels"])
     assert labels is not None
