@@ -64,6 +64,10 @@ MEMORY_SHARE = 0.61
 0.11.2, cuDNN 9): in a profile of GPT-2 small's step the matrix products, and attention of 1,024
 tokens and heads of 64, whose masked half counts nothing; AdamW's update, of the memory's rate."""
 
+TF32_SLOWER, FLOAT32_SLOWER = 2, 15
+"""How many times as long as bfloat16's a float32 product takes, by NVIDIA's data sheet of the H100:
+in TF32, which is XLA's default, and at JAX's precision `highest`."""
+
 BLOCK = 512
 KERNELS = {
     "TPU v5e": {
@@ -282,15 +286,17 @@ class _Walk:
             # A TPU's other calls allocate buffers and the like; a GPU's are kernels of libraries.
             is_kernel = "tpu_custom_call" in i.rest or not self.chip.is_tpu
             seconds = self._kernel(frame, i) if is_kernel else 0.0
-            return _operation(ATTENTION, i, seconds, seconds)
-        streamed = self._memory(_streamed_bytes(frame, i))
-        bound = sum(_product_flops(*p) for p in _products(frame, i)) / self.chip.peak_flops
+            return _operation(ATTENTION if self.chip.is_tpu else ELEMENTWISE, i, seconds, seconds)
+        streamed, products = self._memory(_streamed_bytes(frame, i)), [*_products(frame, i)]
+        bound = sum(_product_flops(*p) for p in products) / self.chip.peak_flops
         estimate = re.search(r'"estimated_cycles":"(\d+)"', i.rest)
-        if self.chip.is_tpu:
-            assert self.chip.clock_hz is not None
-            seconds = float(estimate[1]) / self.chip.clock_hz if estimate else streamed
+        if not self.chip.is_tpu:
+            slower = max((_times_slower(*p) for p in products), default=1)
+            seconds = max(slower * bound / PRODUCTS_SHARE, streamed)
+        elif estimate:
+            seconds = self._cycles(float(estimate[1]))
         else:
-            seconds = max(bound / PRODUCTS_SHARE, streamed)
+            seconds = streamed
         in_loss = re.search(r"\bloss\b", path) is not None
         if {"optimizer", "clip"} & scopes_of(path):
             kind = OPTIMIZER
@@ -333,8 +339,11 @@ class _Walk:
         # key. One kernel computes them nevertheless.
         n = math.ceil(length / BLOCK)
         blocks = n * n if name == "splash_mha_dkv" else n * (n + 1) // 2
+        return self._cycles(tiles * blocks * table[name])
+
+    def _cycles(self, cycles: float) -> float:
         assert self.chip.clock_hz is not None
-        return tiles * blocks * table[name] / self.chip.clock_hz
+        return cycles / self.chip.clock_hz
 
     def _memory(self, size: float) -> float:
         share = 1.0 if self.chip.is_tpu else MEMORY_SHARE
@@ -443,6 +452,14 @@ def _products(frame: Frame, i: Instruction) -> Iterator[tuple[Frame, Instruction
             inside = frame.enter(i, name)
             for instruction in inside.computation.instructions.values():
                 yield from _products(inside, instruction)
+
+
+def _times_slower(frame: Frame, i: Instruction) -> int:
+    """How many times as long as one of bfloat16 a product takes on a GPU."""
+    if not frame.operand(i, 0).shape.startswith("f32"):
+        return 1
+    highest = re.search(r"operand_precision\W+highest", i.rest, re.IGNORECASE)
+    return FLOAT32_SLOWER if highest else TF32_SLOWER
 
 
 def _product_flops(frame: Frame, i: Instruction) -> int:

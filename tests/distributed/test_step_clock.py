@@ -209,6 +209,11 @@ def test_products_of_gpus(product):
     share = step_clock(module(body, DOT), H100).kinds[PRODUCTS]
     assert share.bound_seconds == 2 * 4096 * 1024 * 8192 / H100.peak_flops
     assert share.seconds == share.low_seconds == pytest.approx(share.bound_seconds / PRODUCTS_SHARE)
+    for precision, slower in (("", 2), ("operand_precision={highest,highest}, ", 15)):
+        wide = DOT.replace("lhs_con", f"{precision}lhs_con").replace("bf16", "f32")
+        call = product.replace("custom_call_target", f"{precision}custom_call_target")
+        text = module([line.replace("bf16", "f32") for line in (*body[:2], call)], wide)
+        assert step_clock(text, H100).seconds == pytest.approx(slower * share.seconds)
     # Few FLOPs for its bytes: a product with a vector.
     thin = [line.replace("1024,8192]", "1024,1]").replace("4096,8192]", "4096,1]") for line in body]
     dot = DOT.replace("8192]", "1]")
