@@ -111,6 +111,10 @@ class Plan:
         return self.flops.model / (self.mesh.size * self.topology.chip.peak_flops * seconds)
 
     @property
+    def tokens_per_day(self) -> float:
+        return self.config.tokens_per_step / self.step_seconds * 86400
+
+    @property
     def days(self) -> float:
         """For all steps of the config."""
         return self.step_seconds * self.config.num_steps / 86400
@@ -190,7 +194,7 @@ class Plan:
             "low_step_time_s": low,
             "mfu": self.mfu(self.step_seconds),
             "low_mfu": None if low is None else self.mfu(low),
-            "tokens_per_day": self.config.tokens_per_step / self.step_seconds * 86400,
+            "tokens_per_day": self.tokens_per_day,
             "days": self.days,
             "cost": self.cost,
         }
@@ -417,8 +421,7 @@ def _number_rows(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "a step by the clock below, s", f"{plan.step_seconds:.4f}"
         at_low = "" if low is None else f" .. {plan.mfu(low):.1%}"
         yield "MFU" if known else "MFU, at most", f"{plan.mfu(plan.step_seconds):.1%}{at_low}"
-        tokens_per_day = plan.config.tokens_per_step / plan.step_seconds * 86400
-        yield "tokens a day, billions", f"{tokens_per_day / 1e9:,.2f}"
+        yield "tokens a day, billions", f"{plan.tokens_per_day / 1e9:,.2f}"
         yield f"days for {plan.config.num_steps:,} steps", f"{plan.days:,.2f}"
         if plan.cost is not None:
             yield "cost to finish", f"{plan.cost:,.0f}"

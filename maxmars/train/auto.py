@@ -40,7 +40,7 @@ from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
 from maxmars.data.windows import Types
 from maxmars.distributed import processes, sharding
-from maxmars.distributed.step_clock import StepClock, step_clock
+from maxmars.distributed.step_clock import step_clock
 from maxmars.model.attention import choose_attention
 from maxmars.model.gpt2 import GPT2
 from maxmars.model.parameters import Parameters
@@ -439,7 +439,8 @@ class Needs(NamedTuple):
     peak_bytes: int | None
     """None where the compiler refuses it for want of memory, as then does `fit`."""
     seconds: float | None = None
-    """By `step_clock`, on TPUs; None elsewhere."""
+    """By `step_clock`, on TPUs. None elsewhere: on a GPU the policy that recomputes least was the
+    fastest, and to compile all of them takes minutes."""
 
     def fit(self, usable_bytes: int) -> bool:
         return self.peak_bytes is not None and self.peak_bytes <= usable_bytes
@@ -493,14 +494,7 @@ def measured(train_step: TrainStep) -> Needs:
     device = train_step.mesh.devices.flat[0]
     is_tpu, name = device.platform == "tpu", chip_name(device.device_kind)
     clock = step_clock(compiled, CHIPS[name]) if is_tpu and name is not None else None
-    return needs_of(train_step.mesh, peak_bytes(compiled, tpu=is_tpu), clock)
-
-
-def needs_of(mesh: Mesh, peak_bytes: int, clock: StepClock | None) -> Needs:
-    """What a compiled step takes, with its time where policies are chosen by it."""
-    # On a GPU the policy that recomputes least was the fastest, and compiling all takes minutes.
-    by_time = clock is not None and mesh.devices.flat[0].platform == "tpu"
-    return Needs(peak_bytes, clock.seconds if by_time else None)
+    return Needs(peak_bytes(compiled, tpu=is_tpu), None if clock is None else clock.seconds)
 
 
 def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:

@@ -262,6 +262,26 @@ def test_all_else_of_gpus_takes_the_time_of_its_bytes(asynchronous):
     assert clock.seconds == clock.low_seconds == pytest.approx(4 * ARRAY * H100_BYTE)
 
 
+SLICE = """%slices {
+  %all = f32[12,1024,128]{2,1,0} parameter(0)
+  ROOT %s = f32[1,1024,128]{2,1,0} slice(%all), slice={[3:4], [0:1024], [0:128]}
+}"""
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        "fusion(%all), kind=kLoop, calls=%slices",
+        "slice(%all), slice={[3:4], [0:1024], [0:128]}",
+        "gather(%all, %index), offset_dims={1,2}",
+    ],
+)
+def test_of_an_array_that_is_read_in_part_the_part_counts(part):
+    stack = "f32[12,1024,128]{2,1,0} parameter(0)"
+    body = [f"%all = {stack}", "%index = s32[1] parameter(1)", f"ROOT %p = f32[1,1024,128] {part}"]
+    assert step_clock(module(body, SLICE), H100).seconds == pytest.approx(2 * ARRAY * H100_BYTE)
+
+
 def test_a_kernel_of_another_library_counts_by_its_bytes():
     call = 'custom-call(%x), custom_call_target="__cub$sort"'
     clock = step_clock(module([ARGUMENT, f"ROOT %sort.2 = f32[1024,128]{{1,0}} {call}"]), H100)
