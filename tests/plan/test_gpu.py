@@ -57,6 +57,17 @@ def test_the_clock_has_all_kinds_and_is_no_faster_than_the_bound(plans):
         assert plan.train_step.needs.seconds is None
 
 
+@pytest.mark.parametrize("rows", [24, 64])
+def test_no_number_of_rows_transposes_the_residual_stream(rows, uncached):
+    config = tiny_config(global_batch_size=rows, num_microbatches=1)
+    plan = make_plan(config, get_topology("h100:1"), evaluate=False)
+    length, width = config.model.max_seq_len, config.model.embed_dim
+    program = plan.train_step.executable.as_text()
+    assert f"[{rows},{length},{width}]{{2,1,0}}" in program
+    assert f"[{length},{width},{rows}]{{2,1,0}}" not in program
+    assert f"[{rows},{length},{width}]{{0,2,1}}" not in program
+
+
 def test_optimizer_traffic_stays_within_the_host(plans):
     for (name, topology), plan in plans.items():
         rows = [row for row in plan.collectives if row.phase == "optimizer"]
