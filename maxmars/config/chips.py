@@ -141,7 +141,7 @@ class Shape:
 
     @property
     def chips_per_host(self) -> int:
-        if self.chip.topology_axes is None:
+        if not self.chip.is_tpu:
             return min(self.num_chips, GPUS_PER_HOST)
         if self.chip.topology_axes == 2 and self.num_chips <= 8:
             return self.num_chips
@@ -154,7 +154,7 @@ class Shape:
     @property
     def network_size(self) -> int:
         """JAX devices that one fast network joins: of a slice, or of a host with GPUs."""
-        return self.num_devices if self.chip.topology_axes else self.chips_per_host
+        return self.num_devices if self.chip.is_tpu else self.chips_per_host
 
     def check_slices(self, num_slices: int) -> None:
         """Check that Google Cloud can join so many of these to train as one.
@@ -164,7 +164,7 @@ class Shape:
         """
         if num_slices < 1:
             raise UsageError(f"--num-slices {num_slices} must be at least 1.")
-        if num_slices > 1 and self.chip.topology_axes is None:
+        if num_slices > 1 and not self.chip.is_tpu:
             raise UsageError(
                 f"--num-slices {num_slices} needs devices that come in slices, which {self.kind} "
                 "devices do not; leave it out, and name the number of all GPUs, such as h100:16."
@@ -226,16 +226,16 @@ def parse_shape(text: str, option: str = "--topology") -> Shape:
         return _parse_type(text, option)
     kind, _, size = text.partition(":")
     sizes = tuple(map(int, size.split("x"))) if re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", size) else ()
-    if not sizes or kind not in CHIPS or (CHIPS[kind].topology_axes is None and len(sizes) > 1):
-        tpus = ", ".join(name for name, chip in CHIPS.items() if chip.topology_axes)
-        gpus = ", ".join(name for name, chip in CHIPS.items() if not chip.topology_axes)
+    if not sizes or kind not in CHIPS or (not CHIPS[kind].is_tpu and len(sizes) > 1):
+        tpus = ", ".join(name for name, chip in CHIPS.items() if chip.is_tpu)
+        gpus = ", ".join(name for name, chip in CHIPS.items() if not chip.is_tpu)
         raise UsageError(
             f"{option} {text} is unknown; write a TPU slice as v5e:4x4 or v5p:2x2x4 (of {tpus}) or "
             "as Google's type v5p-128 (64 chips: the number counts cores for v4 and v5p, chips for "
             f"{' and '.join(kind for kind, (_, cores) in TPU_TYPES.items() if cores == 1)}), GPUs "
             f"as h100:8 or h200:16 (of {gpus}), and fake devices of `maxmars plan` as cpu:8."
         )
-    if CHIPS[kind].topology_axes is None:
+    if not CHIPS[kind].is_tpu:
         if sizes[0] > GPUS_PER_HOST and sizes[0] % GPUS_PER_HOST:
             raise UsageError(
                 f"{option} {text} must have up to {GPUS_PER_HOST} GPUs, or a multiple of "

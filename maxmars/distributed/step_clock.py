@@ -380,13 +380,12 @@ def _streamed_bytes(frame: Frame, i: Instruction) -> float:
         return 2 * _padded_bytes(operands[1].shape)
     if i.opcode in _READS_A_PART:
         return 2 * _padded_bytes(i.shape)
-    shape = i.shape
-    if i.opcode == "custom-call":  # of a library; further results are its working space
-        shape = tuple_elements(shape)[0]
     if i.opcode not in ("fusion", "fusion-start"):
-        return math.fsum(map(_padded_bytes, (shape, *(x.shape for x in operands))))
-    if i.opcode == "fusion-start":  # of an asynchronous one: (operands, result, context)
-        shape = tuple_elements(shape)[1]
+        # A library's kernel returns its working space as well, as an array of bytes.
+        results = (x for x in tuple_elements(i.shape) if not x.startswith(("s8[", "u8[")))
+        return math.fsum(map(_padded_bytes, (*results, *(x.shape for x in operands))))
+    # An asynchronous fusion starts with the shapes of (operands, result, context).
+    shape = i.shape if i.opcode == "fusion" else tuple_elements(i.shape)[1]
     inside = frame.enter(i, i.called("calls")[0])
     instructions = inside.computation.instructions.values()
     parameters = {x.arguments: x.name for x in instructions if x.opcode == "parameter"}

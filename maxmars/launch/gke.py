@@ -186,7 +186,7 @@ class GkeOptions(RunOptions, JobSet):
 
     @property
     def has_tpu(self) -> bool:
-        return self.slice.chip.topology_axes is not None
+        return self.slice.chip.is_tpu
 
     @property
     def node_labels(self) -> dict[str, str]:

@@ -518,9 +518,9 @@ def _add_positions(x: jax.Array, table: jax.Array) -> jax.Array:
     """x [B T D] plus the first T rows of the device's own copy of the table [1 P D]."""
     x += table[0, : x.shape[1]].astype(x.dtype)
     if ambient_platform() in GPUS:
-        # The table's gradient sums over the rows. From 32 rows on XLA would lay out the residual
-        # stream for this sum, neighbouring rows side by side, and transpose it at every product: 8
-        # to 10 % of a step of small by `step_clock`.
+        # The table's gradient sums over the rows. From 32 rows on XLA (JAX 0.10 to 0.12) would lay
+        # out the residual stream for this sum, neighbouring rows side by side, and transpose it at
+        # every product: 8 to 10 % of a step of small by `step_clock`.
         x = with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
     return x
 

@@ -52,7 +52,7 @@ def find_faster(asked: TrainConfig, plan: Plan, *, log: Callable[[str], None]) -
     Two meshes are tried, that of an unset `--mesh` and `fsdp` over a whole fast network, each with
     the fewest microbatches; on the best, matrices that are owned over `data` too; and, if `remat`
     was set, the other policies that may fit.
-    Times are the compiler's clock or, where there is none, the roofline; fake devices have none.
+    Times are the clock's or, where there is none, the bound's; fake devices have none.
 
     Args:
       asked: the config that was planned, before anything was chosen.

@@ -228,7 +228,7 @@ def make_plan(
         config, step = compile_prepared(config, topology, log=log, choices=messages.append)
     chip, parameters = topology.chip, step.parameters
     rows = traffic(step.collectives, mesh, topology)
-    if chip is not None and chip.network == "NVLink":
+    if chip is not None and not chip.is_tpu:
         across = sum(
             row.wire_bytes
             for row in rows

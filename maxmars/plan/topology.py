@@ -68,7 +68,7 @@ class Topology:
 
     def networks(self, devices: Sequence[jax.Device]) -> list[int]:
         """The number of the fast network that each of these devices lies in."""
-        if self.chip is not None and self.chip.network == "NVLink":
+        if self.chip is not None and not self.chip.is_tpu:
             # Of GPUs that are not there JAX numbers hosts as processes, and no fast networks.
             return [device.process_index for device in devices]
         return sharding.fast_networks(devices)
@@ -79,7 +79,7 @@ class Topology:
         fake devices."""
         if self.chip is None:
             return None
-        return int(self.chip.memory_bytes * (0.75 if self.chip.network == "NVLink" else 1))
+        return int(self.chip.memory_bytes * (1 if self.chip.is_tpu else 0.75))
 
     def mesh(self, config: TrainConfig) -> Mesh:
         """The mesh that `train` takes on these devices."""
@@ -91,7 +91,7 @@ class Topology:
             return "host"
         if collective.between_slices:
             return "DCN"
-        if self.chip.network == "NVLink":
+        if not self.chip.is_tpu:
             networks = self.networks(list(mesh.devices.flat))
             for axis in mesh.axis_names:
                 may_use = collective.axes is None or axis in collective.axes
@@ -124,7 +124,7 @@ def get_topology(name: str, num_slices: int = 1) -> Topology:
     shape = parse_shape(name)
     name = shape.name
     shape.check_slices(num_slices)
-    if shape.chip.topology_axes is None:
+    if not shape.chip.is_tpu:
         devices = _gpu_devices(name, shape)
     else:
         devices = _tpu_devices(name, shape, num_slices)
