@@ -51,6 +51,7 @@ _NEUTRAL = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "min_p", "epsilon_cutoff", "eta_cutoff"), 0),
+    "top_k": 0,
     "early_stopping": False,
 }
 _IGNORED = ("use_cache",)  # what a token costs

@@ -27,6 +27,7 @@ from maxmars.config import ModelConfig
 from maxmars.data.tokenizer import Tokenizer
 from maxmars.distributed import sharding
 from maxmars.distributed.sharding import constrain
+from maxmars.model import cross_entropy
 from maxmars.model.language_model import make_model, supports
 
 
@@ -283,7 +284,8 @@ class LogLikelihoods:
         return min(self._head_positions, tokens)
 
     def _make_score_batch(self, config: ModelConfig) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """A jitted function of (params, batch, chunks): see `_score_targets`, [shards, S] each."""
+        """A jitted function of (params, batch, chunks): the loss of each target in nats, and
+        whether it is the likeliest token."""
 
         def score_batch(
             params: Any, batch: tuple[jax.Array, ...], num_chunks: Int[Array, ""]
@@ -305,7 +307,11 @@ class LogLikelihoods:
                     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
                 x = jnp.take_along_axis(hidden, in_chunk(predictors)[..., None], axis=1)
-                new = _score_targets(config, embedding, x, in_chunk(targets))
+                logits = cross_entropy.logits(x, embedding, config.vocab_size, model.cap_logits)
+                losses = cross_entropy.cross_entropy(logits, in_chunk(targets))
+                # An argmax would take a CPU ten times as long.
+                picked = jnp.take_along_axis(logits, in_chunk(targets)[..., None], axis=-1)
+                new = losses, picked[..., 0] >= logits.max(-1)
                 return jax.tree.map(
                     lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, i * size, axis=1),
                     scores,
@@ -325,33 +331,6 @@ class LogLikelihoods:
             ),
             out_shardings=sharding.replicated(self._mesh),
         )
-
-
-def _score_targets(
-    config: ModelConfig,
-    embedding: Float[Array, "V D"],
-    x: Float[Array, "B S D"],
-    targets: Int[Array, "B S"],
-) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
-    """The loss of each target in nats, and whether it is the likeliest token.
-
-    The loss is `cross_entropy(LanguageModel.logits(x), targets)`, with logits [V, B S] in place of
-    [B, S, V], which halves the time on a CPU. The target's logit is computed apart: picking it
-    among all logits would be a gather over an axis that `tensor` may split.
-    """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    flat = x.reshape(-1, x.shape[-1])
-    logits = jnp.einsum("vd,nd->vn", embedding, flat, preferred_element_type=wide)
-    logits = constrain(logits, "vocab", "batch")
-    if len(embedding) > config.vocab_size:
-        is_token = jnp.arange(len(embedding)) < config.vocab_size
-        logits = jnp.where(is_token[:, None], logits, jnp.finfo(wide).min)
-    normalizer = jax.nn.logsumexp(logits, axis=0).reshape(targets.shape)
-    picked = jnp.einsum("bsd,bsd->bs", x, embedding[targets], preferred_element_type=wide)
-    # `logsumexp` needs the maximum anyway; an argmax would take a CPU ten times as long. `picked`
-    # is rounded in another order than the logits, so logits as close as that count as equal.
-    top = logits.max(axis=0).reshape(targets.shape)
-    return normalizer - picked, picked >= top - 1e-5 * (1 + jnp.abs(top))
 
 
 def _stack(arrays: Sequence[np.ndarray], width: int) -> Int32[np.ndarray, "rows width"]:

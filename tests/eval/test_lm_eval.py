@@ -106,16 +106,17 @@ def test_generated_text_ends_before_a_stopping_text(model, answers):
     # Arguments that change nothing are no reason to refuse.
     neutral = {"num_beams": 1, "repetition_penalty": 1.0, "min_p": 0.0, "early_stopping": False}
     neutral |= {"use_cache": True}
+    sampled = {"max_gen_toks": 12, "until": [], "temperature": 5.0, "do_sample": True}
     requests = [
         (TEXT, {"max_gen_toks": 12, "until": [stop, "\n\n"], "do_sample": False}),
         (TEXT, {"max_new_tokens": 12, "until": whole[3]} | neutral),
-        (TEXT, {"max_gen_toks": 12, "until": [], "temperature": 5.0, "do_sample": True}),
-        (TEXT, {"max_gen_toks": 12, "until": [], "temperature": 5.0, "do_sample": True}),
+        (TEXT, sampled),
+        (TEXT, sampled | {"top_k": 0}),
     ]
-    first, second, *sampled = answers.generate(requests)
+    first, second, *others = answers.generate(requests)
     assert first == whole[: whole.index(stop)]
     assert second == whole[: whole.index(whole[3])]
-    assert len({whole, *sampled}) == 3
+    assert len({whole, *others}) == 3
 
 
 @pytest.mark.parametrize(

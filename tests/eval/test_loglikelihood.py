@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from plain_scores import plain_scorer
 from refusals import refused
-from tiny import MODEL
+from tiny import MODEL, random_params
 
-from maxmars.config import MeshConfig
+from maxmars.config import MeshConfig, ModuleConfig
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval.loglikelihood import Choices, LogLikelihoods, pack_choices, padded_length
 from maxmars.model.parameters import Parameters, init_params
@@ -59,6 +59,42 @@ def test_packed_continuations_equal_separate_rows(choices, change):
     for f, item in zip(scores, choices, strict=True):
         e = np.array([plain_score(item.context, tokens)[0] for tokens in item.continuations])
         np.testing.assert_allclose(f, e, atol=2e-5 * abs(e).max())
+
+
+CAPPED = """
+import jax, jax.numpy as jnp
+from flax import nnx
+
+class Bigrams(nnx.Module):
+    def __init__(self, rngs):
+        values = 9 * jax.random.normal(rngs.params(), (300, 16))
+        self.table = nnx.Param(values[:257], out_sharding=("vocab", "embed"))
+        self.output_embedding = nnx.Param(values, out_sharding=("vocab", "embed"))
+
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        return self.table[...][tokens]
+
+    def cap_logits(self, logits):
+        return 5 * jnp.tanh(logits / 5)
+
+def make(*, rngs, vocab_size, max_seq_len):
+    return Bigrams(rngs)
+"""
+
+
+def test_a_models_own_cap_counts(tmp_path, choices):
+    (tmp_path / "own.py").write_text(CAPPED)
+    model = ModuleConfig(make=f"{tmp_path / 'own.py'}:make", vocab_size=257, max_seq_len=16)
+    params = jax.tree.map(lambda x: 30 * x, random_params(model))
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    scored = LogLikelihoods(model, mesh)(
+        jax.device_put(params, Parameters(model, mesh).shardings), pack_choices(choices, model)
+    )
+    plain_score = plain_scorer(model, params)
+    for nats, greedy, item in zip(scored.log_likelihoods, scored.is_greedy, choices, strict=True):
+        plain = [plain_score(item.context, tokens) for tokens in item.continuations]
+        np.testing.assert_allclose(nats, [nats for nats, _ in plain], rtol=1e-5)
+        assert greedy.tolist() == [is_greedy for _, is_greedy in plain]
 
 
 def test_mesh_batch_size_and_order_change_nothing_but_rounding(params, choices):
