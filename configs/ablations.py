@@ -5,7 +5,8 @@ gradient (1 is the papers'), and exact against approximate MARS, on two CPU core
 
     maxmars compare ablations --optimizers mars gamma_0 gamma_0.1 --workdir DIR
 
-and as the papers ran it, on a pod or a node, one run each; `maxmars report RUN RUN` compares them:
+and as the papers ran it, on a pod or a node, one run each, which `maxmars report RUN RUN --out DIR`
+compares:
 
     maxmars train ablations:size=small,optimizer=gamma_0 --data.path DIR --mesh.fsdp 8
 

@@ -117,23 +117,6 @@ class Recipe:
 
 
 RECIPES: dict[Size, Recipe] = {
-    "tiny": Recipe(  # to try a recipe out on a laptop, with small's rates; nobody published it
-        model=GPT2Config(num_layers=4, num_heads=4, embed_dim=128, max_seq_len=256),
-        adamw=6e-4,
-        mars=6e-3,
-        vector=3e-3,
-        muon=2e-2,
-        mars_m={"openwebtext": 6e-3, "fineweb_edu": 1e-2},
-        nadamw=8e-3,
-        nadamw_b1=0.95,
-        nadamw_warmup=2000,
-        lion=1e-4,
-        sophia=6e-4,
-        sophia_rho=0.05,
-        sophia_minimum=1.5e-5,
-        minimum=3e-5,
-        microbatches=4,
-    ),
     "small": Recipe(
         model=GPT2Config.small(),
         adamw=6e-4,
@@ -185,24 +168,16 @@ RECIPES: dict[Size, Recipe] = {
         minimum=1e-5,
         microbatches=12,
     ),
-    "xl": Recipe(
-        model=GPT2Config.xl(),
-        adamw=2e-4,
-        mars=2e-3,
-        vector=1e-3,
-        muon=6.67e-3,  # not published: large's
-        mars_m={"openwebtext": 3e-3, "fineweb_edu": 3e-3},  # OpenWebText's is not published
-        nadamw=4e-3,
-        nadamw_b1=0.98,
-        nadamw_warmup=4000,
-        lion=8e-5,
-        sophia=3e-4,
-        sophia_rho=0.05,
-        sophia_minimum=1e-5,
-        minimum=1e-5,
-        microbatches=12,
-    ),
 }
+RECIPES["tiny"] = dataclasses.replace(  # to try a recipe out on a laptop
+    RECIPES["small"],
+    model=GPT2Config(num_layers=4, num_heads=4, embed_dim=128, max_seq_len=256),
+)
+RECIPES["xl"] = dataclasses.replace(
+    RECIPES["large"],
+    model=GPT2Config.xl(),
+    mars_m={"openwebtext": 3e-3, "fineweb_edu": 3e-3},  # OpenWebText's is not published
+)
 
 
 def get_config(

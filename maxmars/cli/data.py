@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 import tyro
@@ -33,6 +33,9 @@ from maxmars.data.token_files import TokenStream
 from maxmars.data.tokenizer import load, tokenizer_of_tokens
 from maxmars.distributed.files import Workdir, is_remote, resolve, sha256_of
 from maxmars.distributed.progress import Progress
+
+if TYPE_CHECKING:
+    from maxmars.data.prepare import Preparation
 
 _SAMPLE_TOKENS = 1 << 14
 _SAMPLE_CHARACTERS = 300
@@ -138,26 +141,23 @@ class InspectArguments(CheckedConfig):
     """Compare the files with their checksums, which reads all of them."""
 
 
-def _prepare(arguments: PrepareArguments) -> int:
+def preparation_of(arguments: PrepareArguments) -> Preparation:
+    """What a command line says, opened but not begun."""
     from maxmars.data.open_corpus import PRESETS, open_corpus
-    from maxmars.data.packing import write_plans
     from maxmars.data.prepare import Preparation
 
-    source, pack, separator = arguments.source, arguments.pack, arguments.document_separator
+    source, separator = arguments.source, arguments.document_separator
     fraction = arguments.validation_fraction
     if fraction is None:
         fraction = PRESETS[source].validation_fraction if source in PRESETS else 0.1
-    share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
-    out = resolve(arguments.out)
-    corpus = open_corpus(
-        source,
-        text_field=arguments.text_field,
-        data_dir=arguments.data_dir,
-        separator=separator and separator.replace("\\n", "\n").replace("\\t", "\t"),
-    )
-    preparation = Preparation(
-        corpus=corpus,
-        out=out,
+    return Preparation(
+        corpus=open_corpus(
+            source,
+            text_field=arguments.text_field,
+            data_dir=arguments.data_dir,
+            separator=separator and separator.replace("\\n", "\n").replace("\\t", "\t"),
+        ),
+        out=resolve(arguments.out),
         tokenizer=load(arguments.tokenizer, eot_token=arguments.eot_token),
         source=hide(source),
         validation_fraction=fraction,
@@ -167,12 +167,20 @@ def _prepare(arguments: PrepareArguments) -> int:
         skip_bad=arguments.skip_bad,
         command=_command(replace(arguments, validation_fraction=fraction)),
     )
+
+
+def _prepare(arguments: PrepareArguments) -> int:
+    from maxmars.data.packing import write_plans
+
+    share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
+    preparation = preparation_of(arguments)
+    out, pack = preparation.out, arguments.pack
     workers = arguments.workers
     if workers is None:
         workers = len(os.sched_getaffinity(0))
     was_complete = (share is not None or pack != "none") and preparation.is_finished()
     if not was_complete:
-        if hint := corpus.hint():
+        if hint := preparation.corpus.hint():
             print(f"note: {hint}", file=sys.stderr)
         preparation.run(workers, share or (0, 1))
     metadata = preparation.finish()

@@ -19,21 +19,24 @@ def test_the_same_bytes_on_one_and_two_processes(tmp_path):
     if python is None:
         pytest.skip("MAXMARS_BEAM_PYTHON names no interpreter with Apache Beam")
     for i in range(3):
-        lines = (json.dumps({"text": f"{i} {line} " * (line % 50)}) for line in range(300))
-        (tmp_path / f"{i}.jsonl").write_text("\n".join(lines))
-    source, whole = str(tmp_path / "*.jsonl"), tmp_path / "whole"
-    main(["data", "prepare", source, str(whole), "--task-bytes", "20000", "--workers", "0"])
+        text = "\n".join(f"{i} {line} " * (1 + line % 50) for line in range(300))
+        (tmp_path / f"{i}.txt").write_text(text)
+    whole = tmp_path / "whole"
+    words = ["--document-separator", r"\n", "--task-bytes", "20000"]
+    main(["data", "prepare", str(tmp_path / "*.txt"), str(whole), *words, "--workers", "0"])
     for count in ("1", "2"):
         out = tmp_path / f"beam{count}"
         runner = ["--runner", "DirectRunner", "--direct_running_mode", "multi_processing"]
-        options = ["--task-bytes", "20000", *runner, "--direct_num_workers", count]
+        options = [*words, "--", *runner, "--direct_num_workers", count]
         environment = os.environ | {"PYTHONPATH": str(TOOL.parents[1])}
-        command = [python, str(TOOL), source, str(out), *options]
+        command = [python, str(TOOL), str(tmp_path / "*.txt"), str(out), *options]
         subprocess.run(command, env=environment, check=True, capture_output=True)
         assert {path.name for path in out.iterdir()} == {path.name for path in whole.iterdir()}
         for path in whole.iterdir():
             ours, theirs = path.read_bytes(), (out / path.name).read_bytes()
             if path.name == "meta.json":
                 ours, theirs = json.loads(ours), json.loads(theirs)
-                del ours["command"]
+                assert theirs.pop("command") == ours.pop("command").replace(
+                    "/whole", f"/beam{count}"
+                )
             assert ours == theirs
