@@ -615,18 +615,19 @@ def mean_loss_and_grads(
         # Left to itself the partitioner keeps gradients of scanned layers whole over fsdp.
         return value, jax.tree.map(jax.lax.with_sharding_constraint, grads, specs)
 
-    def sum_over_data(x: jax.Array) -> jax.Array:
-        # In float32 at least, also because XLA's CPU backend knows no such sum in bfloat16.
-        return jax.lax.psum(_widened(x), "data").astype(x.dtype)
-
     def sum_over_microbatches(params: Any, batch: Any) -> tuple[jax.Array, Any]:
+        # In float32 at least: a sum in bfloat16 stands still at 256 terms, and XLA's CPU backend
+        # knows none over devices.
+        def widened(microbatch: Any) -> tuple[jax.Array, Any]:
+            return jax.tree.map(_widened, value_and_grad(params, microbatch))
+
         def add(total: Any, microbatch: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, value_and_grad(params, microbatch)), None
+            return jax.tree.map(jnp.add, total, widened(microbatch)), None
 
         first = jax.tree.map(lambda x: x[0], batch)
-        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(value_and_grad, params, first))
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, first))
         total, _ = jax.lax.scan(add, zeros, batch)
-        return jax.tree.map(sum_over_data, total) if places > 1 else total
+        return jax.lax.psum(total, "data") if places > 1 else total
 
     if count == 1:
         return value_and_grad(params, jax.tree.map(lambda x: x[0], batch))
@@ -639,8 +640,10 @@ def mean_loss_and_grads(
             axis_names={"data"},
             check_vma=False,
         )
-    total = sum_over_microbatches(params, batch)
-    return jax.tree.map(lambda x: x / (count * places), total)
+    value, grads = jax.tree.map(
+        lambda x: x / (count * places), sum_over_microbatches(params, batch)
+    )
+    return value, jax.tree.map(lambda x, p: x.astype(p.dtype), grads, params)
 
 
 def _sampled_gradients(

@@ -12,8 +12,11 @@ from collections import Counter
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from tiny import random_params
 
 from maxmars.config import GPT2Config, MeshConfig, ModuleConfig
@@ -89,6 +92,27 @@ def test_frequent_tokens_and_biases_keep_their_gradients(mesh, microbatches):
     pairs["values"] = [g["h"]["attn"]["c_attn"]["bias"][:, 2] for g in (result, exact)]
     shares = {name: np.vdot(ours, all) / np.vdot(all, all) for name, (ours, all) in pairs.items()}
     assert min(shares.values()) >= 0.99, shares
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_gradient_in_bfloat16_is_the_mean_of_many_microbatches(data):
+    mesh = make_mesh(MeshConfig(data=data), jax.devices()[:data])
+    params = {"x": jax.device_put(jnp.ones(2, jnp.bfloat16), NamedSharding(mesh, P()))}
+    shardings = jax.tree.map(lambda x: x.sharding, params)
+    batch = jax.device_put(np.ones((1024, data)), NamedSharding(mesh, P(None, "data")))
+
+    def loss(params, rows):
+        return jnp.mean(rows) * jnp.sum(params["x"])
+
+    with jax.set_mesh(mesh):
+        value, grads = jax.jit(
+            lambda params, batch: mean_loss_and_grads(
+                loss, params, batch, shardings, rows_apart=data > 1
+            )
+        )(params, batch)
+    assert value == 2
+    assert grads["x"].dtype == jnp.bfloat16
+    assert grads["x"].tolist() == [1, 1]
 
 
 @pytest.mark.slow
