@@ -76,7 +76,6 @@ class Checkpoint:
     """Digest of the data that the run read; None where none was recorded."""
     config: TrainConfig | ModelConfig
     """Of the run; of the model alone if the format is older or no run wrote the checkpoint."""
-    metrics: dict[str, float]
     environment: dict[str, Any]
     """Versions, devices and mesh of the run that wrote it; see `environment.environment`."""
     types: dict[str, str]
@@ -480,7 +479,6 @@ def _read_checkpoint(path: Any) -> Checkpoint:
         data_position=meta["data_position"],
         data_digest=meta.get("data_digest"),
         config=config,
-        metrics=meta.get("metrics", {}),
         environment=meta.get("environment", {}),
         types={name: leaf["type"] for name, leaf in meta["leaves"].items()},
         digests={name: leaf["digest"] for name, leaf in meta["leaves"].items()},

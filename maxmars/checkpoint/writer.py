@@ -28,7 +28,6 @@ from maxmars.checkpoint.reader import (
     is_committed,
     is_step,
     load_arrays,
-    read,
     resolve,
     root_cause,
     steps_of_run,
@@ -73,7 +72,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._pending: v1.AsyncResponse[bool] | None = None
         self._failed = False
         self._on_disk: dict[int, str] = {}  # step -> digest of the state that is known to be there
-        self._retention = Retention(config.checkpoint)
+        self._retention = Retention(config.checkpoint, {})
         self._timer = SaveTimer(config.checkpoint.every_minutes)
         self._is_due = False
         self._lock = acquire(self._directory)
@@ -81,10 +80,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             if processes.is_primary():
                 self._remove_unfinished()
             processes.barrier("maxmars: removed unfinished checkpoints")
-            if config.checkpoint.keep_best is not None:
-                for step in steps_of_run(self._directory):
-                    with contextlib.suppress(ValueError):  # damaged: it is none of the best
-                        self._retention.record(step, read(self._directory, step).metrics)
             self._orbax = self._open_orbax()
         except BaseException:
             self._release()
@@ -104,6 +99,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if self._lock is not None:
             self._lock.check()
 
+    def evaluated(self, losses: Mapping[int, float]) -> None:
+        """Tell the validation losses by step, which decide what is kept as the best; every process
+        tells the same."""
+        self._retention.losses |= losses
+
     def is_due(self, step: int) -> bool:
         """Whether `config.checkpoint` wants one since the last save: by its steps or its minutes.
 
@@ -119,7 +119,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         state: Any,
         *,
         data_position: int,
-        metrics: dict[str, Any] | None = None,
         tokens: int = 0,
         journal: Callable[[int, str, int, int], str | None] = lambda *_: None,
         wait: bool = False,
@@ -134,8 +133,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
           step: number of optimizer steps that led to `state`.
           state: pytree of arrays. Containers are stored as plain dicts; `restore` gives them back.
           data_position: number of training examples consumed.
-          metrics: numbers that are stored beside the state, and that decide which checkpoints are
-            the best.
           tokens: trained on so far.
           journal: from step, digest, position and tokens to the hash of the line that the run's
             journal now has of this save; called before the checkpoint is written.
@@ -170,7 +167,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._environment,
             data_position=data_position,
             data_digest=self._data_digest,
-            metrics=metrics,
         )
         known = self._on_disk.get(step) == meta["digest"]
         if known and step in steps_of_run(self._directory):
@@ -178,7 +174,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         line = journal(step, meta["digest"], data_position, tokens)
         meta |= {"tokens": tokens, "journal": line}
         meta["checksum"] = checksum(meta)
-        self._retention.record(step, meta["metrics"])
         with self._reporting(), _orbax_context(state):
             self.check_owner()
             self._pending = self._orbax.save_checkpointables_async(
@@ -201,7 +196,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         are never deleted.
 
         Args:
-          abstract_state: the state; see `load_arrays`.
+          abstract_state: the state, see `load_arrays`, or a function from the checkpoint to it.
           step: of the checkpoint to go back to.
           whole: the checkpoint must have no other arrays.
 
@@ -215,7 +210,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         for candidate in candidates(self._directory, step):
             with candidate as checkpoint:
                 checkpoint.run_config()  # refuses older formats
-                state = load_arrays(checkpoint, abstract_state, whole=whole)
+                wanted = abstract_state(checkpoint) if callable(abstract_state) else abstract_state
+                state = load_arrays(checkpoint, wanted, whole=whole)
                 why = "damaged" if step is None else "rewound"
                 newer = [s for s in steps_of_run(self._directory) if s > checkpoint.step]
                 self._set_aside(newer, why)
@@ -354,16 +350,10 @@ class Retention:
     keeps the first checkpoint of a run for good.
     """
 
-    def __init__(self, config: CheckpointConfig) -> None:
+    def __init__(self, config: CheckpointConfig, losses: Mapping[int, float]) -> None:
         self._config = config
-        self._metric: dict[int, float] = {}
-
-    def record(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Remember the metrics of the checkpoint of a step; without an evaluation it has none."""
-        self._metric.pop(step, None)
-        value = metrics.get(self._config.best_metric, math.nan)
-        if self._config.keep_best is not None and math.isfinite(value):
-            self._metric[step] = value
+        self.losses = dict(losses)
+        """Validation losses by step, also of steps without a checkpoint."""
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Whether to keep each checkpoint (Orbax's PreservationPolicy)."""
@@ -376,8 +366,8 @@ class Retention:
         steps = sorted(steps)
         kept = set(steps[-self._config.keep_last :])
         if self._config.keep_best is not None:
-            scored = [step for step in steps if step in self._metric]
-            scored.sort(key=lambda step: (self._metric[step], -step))
+            scored = [s for s in steps if math.isfinite(self.losses.get(s, math.nan))]
+            scored.sort(key=lambda step: (self.losses[step], -step))
             kept |= set(scored[: self._config.keep_best])
         if self._config.keep_every is not None:
             # The first at or after each multiple: by minutes, steps are no round numbers.
@@ -430,7 +420,6 @@ def _make_meta(
     *,
     data_position: int = 0,
     data_digest: str | None = None,
-    metrics: dict[str, float] | None = None,
 ) -> dict[str, Any]:
     """What `meta/data.json` says of a state with these digests, JSON-ready."""
     seed = config.seed if isinstance(config, TrainConfig) else None
@@ -442,7 +431,6 @@ def _make_meta(
         "data_position": data_position,
         "data_digest": data_digest,
         "rng": {"seed": seed, "step": step, "derivation": derivation},
-        "metrics": metrics or {},
         "config": to_dict(config),
         "environment": environment,
         "leaves": {path: {"type": types[path], "digest": digests[path]} for path in types},

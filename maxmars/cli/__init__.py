@@ -23,7 +23,6 @@ import maxmars
 from maxmars.cli.output import standard_streams
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
-_RESUMABLE = (["train"], ["compare"], ["data", "prepare"])
 
 
 class Command(NamedTuple):
@@ -80,7 +79,7 @@ def _run(argv: list[str]) -> int:
             sys.stdout.flush()  # while a closed pipe can still be noticed
     except KeyboardInterrupt:
         again = "this command does not continue: run again, it starts from the beginning"
-        if argv[:1] in _RESUMABLE or argv[:2] in _RESUMABLE:
+        if _continues(argv):
             again = "run the same command again to continue"
         print(f"\ninterrupted; {again}", file=sys.stderr)
         return 130
@@ -98,6 +97,13 @@ def _run(argv: list[str]) -> int:
         if _is_one_of_several():  # Python's exit would wait for the others, and JAX would abort
             os._exit(code)
         return code
+
+
+def _continues(argv: list[str]) -> bool:
+    """Whether the same command goes on where this one was interrupted."""
+    if argv[:2] == ["compare", "verify"]:
+        return any(word.startswith("--workdir") for word in argv)
+    return argv[:1] in (["train"], ["compare"]) or argv[:2] == ["data", "prepare"]
 
 
 def _dispatch(argv: list[str]) -> int:

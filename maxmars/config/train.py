@@ -133,13 +133,9 @@ class CheckpointConfig(CheckedConfig):
     keep_last: Positive[int] = 2
     """Number of newest checkpoints to keep."""
     keep_best: Positive[int] | None = None
-    """Also keep this number of checkpoints with the lowest best_metric. Only a checkpoint that is
-    written at the step of an evaluation has this metric, so eval.every should divide
-    checkpoint.every. None keeps none for that reason."""
-    best_metric: Annotated[
-        str, Rule(lambda name: name == "eval/loss", "must be eval/loss, which checkpoints have")
-    ] = "eval/loss"
-    """The metric by which keep_best chooses; lower is better."""
+    """Also keep this number of checkpoints with the lowest validation loss. Only a checkpoint of
+    the step of an evaluation has one, so eval.every should divide checkpoint.every. None keeps none
+    for that reason."""
     keep_every: Positive[int] | None = None
     """Never delete the first checkpoint at or after each multiple of this number of steps; None
     makes no such exception."""
@@ -177,7 +173,7 @@ class GuardConfig(CheckedConfig):
     grad_norm_spike_threshold: Positive[float] | None = None
     """Also skip a step whose gradient's norm, before the clip, exceeds its running mean by this
     many of its running standard deviations; None never does."""
-    history: Count[int] = 100
+    history: Annotated[Count[int], Rule(lambda n: n > 1, "must be at least 2")] = 100
     """Number of steps in the running mean and deviation; before that many, nothing is a spike."""
     max_consecutive_skips: CountOrZero[int] = 0
     """The run stops with an error when it has skipped more consecutive steps than this; 0 stops it
@@ -253,8 +249,8 @@ class TrainConfig(CheckedConfig):
     maxmars/plan/README.md for what they bring."""
     hang_timeout_s: Positive[float] | None = 600.0
     """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
-    this and than ten times the one before it. The first of each, which compiles, and checkpoints
-    may take ten times this. None waits for ever."""
+    this and than ten times the one before it. The first of each, which compiles, a checkpoint and a
+    function of eval.own may take ten times this. None waits for ever."""
     asked: Annotated[dict[str, Any], tyro.conf.Suppress] = field(
         default_factory=dict, compare=False
     )
@@ -337,7 +333,8 @@ def from_dict(value: Any) -> Any:
     for field_name in ("make", "source"):  # in records of before: text, without the file's digest
         if isinstance(fields.get(field_name), str):
             fields[field_name] = Source.parse(fields[field_name])
-    fields.pop("cache_dir", None)  # of data, before tokens were read from buckets
+    for field_name in ("cache_dir", "best_metric"):  # of data and checkpoints, in older records
+        fields.pop(field_name, None)
     unknown = fields.keys() - {f.name for f in dataclasses.fields(config_class)}
     if unknown:
         raise ValueError(

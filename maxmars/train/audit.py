@@ -14,7 +14,7 @@ import functools
 import itertools
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ from maxmars.train.journal import (
     trajectory,
     unvouched,
 )
-from maxmars.train.metrics import read_metrics
+from maxmars.train.metrics import read_metrics, validation_losses
 from maxmars.train.resume import fixed_schedule, is_same_place, rounding_changes, rounding_of
 from maxmars.train.steering import Order, Steering, orders_in_words
 from maxmars.train.step import (
@@ -184,8 +184,11 @@ def audit(
     if summary.get("journal") and lines_to(lines, summary["journal"]) is None:
         problems.append(f"{JOURNAL} lacks its last line of step {summary['step']}, see {SUMMARY}")
     problems += _check_links(chain)
-    problems += _check_checkpoints(checkpoints, steps, newest, chain, log, arrays=compare_arrays)
     rows = read_metrics(directory)
+    losses = validation_losses(rows)
+    problems += _check_checkpoints(
+        checkpoints, steps, newest, chain, losses, log, arrays=compare_arrays
+    )
     problems += _check_metrics(rows, lines, newest.journal)
     replayed = None
     if replay is not None and not problems:
@@ -217,7 +220,8 @@ def _check_kept_code(workdir: Any, config: TrainConfig) -> None:
 
 def _without_evaluations(config: TrainConfig) -> TrainConfig:
     """What decides the steps of a run: evaluations may change, and run no code of an audit."""
-    return dataclasses.replace(config, eval=EvalConfig(every=None))
+    kept = dataclasses.replace(config.checkpoint, keep_best=None)  # which needs evaluations
+    return dataclasses.replace(config, eval=EvalConfig(every=None), checkpoint=kept)
 
 
 def _check_links(chain: Sequence[Line]) -> list[str]:
@@ -255,16 +259,14 @@ def _check_checkpoints(
     steps: Sequence[int],
     newest: Checkpoint,
     chain: Sequence[Line],
+    losses: Mapping[int, float],
     log: Callable[[str], None],
     *,
     arrays: bool,
 ) -> list[str]:
     """Each checkpoint is one that the trajectory names, with the arrays of its digests."""
     problems, saved = [], {hash_of(line): line for line in chain if line["kind"] == "saved"}
-    retention = Retention(newest.run_config().checkpoint)
-    for step in steps:
-        with contextlib.suppress(ValueError):  # damaged: it is none of the best
-            retention.record(step, read(directory, step).metrics)
+    retention = Retention(newest.run_config().checkpoint, losses)
     for step in steps:
         try:
             checkpoint = read(directory, step)

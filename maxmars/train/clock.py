@@ -1,7 +1,7 @@
 """The clock of a run: what each second went into, and the end of a process that hangs.
 
 The loop says what it begins, `with clock("steps", "step 5", kind="step")`, and the clock is read by
-three. Its seconds by activity are where a session's time went (`metrics.ACTIVITIES`); those of
+three. Its seconds by activity are where a session's time went (`journal.ACTIVITIES`); those of
 steps and of waiting for data make the rates of a line of metrics; and a thread looks at what has
 been begun and is not over. Collectives wait for ever for a process that hangs. So each process
 watches itself: where something takes too long, it ends with the stacks of all threads, one line and
@@ -14,8 +14,8 @@ import contextlib
 import faulthandler
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Generator
+from typing import NamedTuple
 
 import jax
 
@@ -23,8 +23,6 @@ from maxmars.distributed.exits import EXIT_CODE, exit_now
 
 _PATIENCE = 10
 _OTHERS_S = 5.0  # the other processes show their stacks before they lose this one
-
-T = TypeVar("T")
 
 
 class _Interval(NamedTuple):
@@ -34,6 +32,8 @@ class _Interval(NamedTuple):
     name: str | None = None
     """As the message of a hang has it; None may take as long as it likes."""
     allowed_s: float = 0.0
+    kind: str | None = None
+    began: float = 0.0
 
 
 class Clock(contextlib.AbstractContextManager["Clock"]):
@@ -85,16 +85,14 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
         """The time in this block is this activity's, whichever block is around it.
 
         Args:
-          activity: of `metrics.ACTIVITIES`. The first of the `steps` counts as `compile`.
+          activity: of `journal.ACTIVITIES`. The first of the `steps` counts as `compile`.
           name: what the message of a hang calls it; None is not watched.
           kind: of which many come, each about as long as the one before.
         """
         if activity == "steps" and kind not in self._last_s:
             activity = "compile"
-        timeout_s = self._timeout_s or 0.0
-        last_s = timeout_s if kind is None else self._last_s.get(kind, timeout_s)
         around = self._open
-        self._turn_to(_Interval(activity, name, max(timeout_s, _PATIENCE * last_s)))
+        self._begin(activity, name, kind)
         began = self._since
         # An error leaves the interval open: it is watched while the run is closed, which may wait
         # for other processes.
@@ -105,11 +103,17 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
         if kind is not None:
             self._last_s[kind] = self._since - began
 
-    def over(self, items: Iterable[T], activity: str, kind: str) -> Iterator[T]:
-        """The items; the work on each of them is an interval of this kind."""
-        for number, item in enumerate(items, 1):
-            with self(activity, f"{kind} {number}", kind=kind):
-                yield item
+    def lap(self, kind: str) -> None:
+        """Within a block, the next of a kind begins, such as a batch; the one before is over."""
+        if self._open.kind == kind:
+            self._last_s[kind] = self._now() - self._open.began
+        self._begin(self._open.activity, kind, kind)
+
+    def _begin(self, activity: str, name: str | None, kind: str | None) -> None:
+        timeout_s = self._timeout_s or 0.0
+        last_s = timeout_s if kind is None else self._last_s.get(kind, timeout_s)
+        allowed_s = max(timeout_s, _PATIENCE * last_s)
+        self._turn_to(_Interval(activity, name, allowed_s, kind, self._now()))
 
     @property
     def seconds(self) -> dict[str, float]:

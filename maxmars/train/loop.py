@@ -15,6 +15,7 @@ from maxmars.distributed.files import Workdir, resolve
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom
 from maxmars.train.lives import Life
+from maxmars.train.metrics import validation_losses
 from maxmars.train.reporter import StepReporter
 from maxmars.train.run import Evaluation, Run, open_run
 from maxmars.train.steering import Steering
@@ -123,7 +124,7 @@ def train(
         reporter = StepReporter(run)
         steps = range(run.step + 1, num_steps + 1)
         compiling = run.progress.waiting("compiling and making the first step")
-        if steps and _evaluate(run, missing, stops) is None:
+        if steps and not _evaluate(run, missing, stops):
             steps = range(0)  # it was to stop meanwhile
 
         for step in steps:
@@ -148,25 +149,24 @@ def train(
                     run.progress.message(tracer.end(metrics, run.train_step.text))
 
             # Stop before an evaluation, as there may be little time left to save; the same command
-            # makes the evaluation. Evaluate before a save, so that the checkpoint carries the
-            # validation loss. While steps are skipped nothing is saved: each save may delete an
+            # makes the evaluation. Evaluate before a save, which deletes older checkpoints but the
+            # best. While steps are skipped nothing is saved: each save may delete an
             # older, better checkpoint.
             if stop:
                 break
-            evaluated = _evaluate(run, due, stops)
-            if evaluated is None:  # stopped within it
+            if not _evaluate(run, due, stops):  # stopped within it
                 break
             if save_due and not reporter.is_skipping:
-                _save(run, evaluated)
+                _save(run)
 
         # The last save comes before the last evaluations: a kill there loses no step. Nothing is
         # saved of a run whose data turned out to be damaged.
         run.verification.check(patience_s=5.0 if run.step >= num_steps else 0.0)
         if run.step > first_step:  # else it went on from a checkpoint of this step
-            _save(run, {}, wait=True)
+            _save(run, wait=True)
         done = run.step >= num_steps
         if done:
-            done = _evaluate(run, _missing_evaluations(run), stops) is not None
+            done = _evaluate(run, _missing_evaluations(run), stops)
         run.writer.sync()  # the summary reads the metrics
         told = run.journal.ended(run.step, done=done)
         run.progress.close()
@@ -203,45 +203,46 @@ def _missing_evaluations(run: Run) -> list[Evaluation]:
     ]
 
 
-def _evaluate(
-    run: Run, evaluations: Sequence[Evaluation], stops: StopRequests
-) -> dict[str, float] | None:
-    """Evaluate the step where the run stands, and record the metrics; None if it was to stop
+def _evaluate(run: Run, evaluations: Sequence[Evaluation], stops: StopRequests) -> bool:
+    """Evaluate the step where the run stands, and record the metrics; False if it was to stop
     meanwhile.
 
     Where others than the trained parameters are evaluated, `eval/params_distance` is their distance
     from these, relative to the norm of these.
     """
-    evaluated: dict[str, float] = {}
     if not evaluations:
-        return evaluated
+        return True
     params, told = run.state.params, {}
     if run.train_step.evaluated is not None:
         params = evaluated_params(run.train_step, run.state)
         distance = relative_distance(params, run.state.params)
         told = {"eval/params_distance": distance.item()}
     for evaluation in evaluations:
+
+        def before_batch(batch: str = f"a batch of the evaluation {evaluation.name}") -> None:
+            run.clock.lap(batch)
+            stops.check()
+
         shown = run.progress.waiting(f"step {run.step}: {evaluation.name}")
         with run.clock("evaluation", evaluation.name), shown:
             try:
-                metrics, text = evaluation.measure(params, stops.check)
+                metrics, text = evaluation.measure(params, before_batch)
             except StopRequestedError:
-                return None
+                return False
         run.writer.write(run.step, metrics | told)
         run.progress.message(f"step {run.step}: {text}")
-        evaluated |= metrics
-    return evaluated
+        run.checkpointer.evaluated(validation_losses([{"step": run.step} | metrics]))
+    return True
 
 
-def _save(run: Run, evaluated: dict[str, float], *, wait: bool = False) -> None:
-    """Save the step where the run stands, with the validation loss if `evaluated` has it."""
+def _save(run: Run, *, wait: bool = False) -> None:
+    """Save the step where the run stands."""
     with run.clock("checkpoint", f"writing the checkpoint of step {run.step}"):
         run.writer.sync()  # a resume from this checkpoint finds the metrics of its steps
         blocked_s = run.checkpointer.save(
             run.step,
             saved_state(run.train_step, run.state),
             data_position=run.batches.position,
-            metrics={k: v for k, v in evaluated.items() if k == "eval/loss"},
             tokens=run.tokens(run.step),
             journal=run.journal.saved,
             wait=wait,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from maxmars.distributed import processes
@@ -94,3 +94,8 @@ def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
     Each has the integer `step`; the other values are numbers, or "NaN", "Infinity", "-Infinity".
     """
     return read_json_lines(workdir / METRICS, "step")
+
+
+def validation_losses(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:
+    """The validation losses in lines of metrics by step, in nats a token."""
+    return {row["step"]: float(row["eval/loss"]) for row in rows if "eval/loss" in row}

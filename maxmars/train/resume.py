@@ -39,23 +39,11 @@ from maxmars.train.compiler_options import compiler_options
 from maxmars.train.step import abstract_train_state, carried_over
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
-_MAY_CHANGE = (
-    "name",
-    "num_steps",
-    "num_microbatches",
-    "schedule.decay_steps",
-    "data.verify",
-    "data.num_workers",
-    "model.attention",
-    "model.remat",
-    "model.scan_unroll",
-    "mesh.",
-    "tpu_compiler_options",
-    "eval.",
-    "checkpoint.",
-    "log.",
-    "guard.max_consecutive_skips",
-    "hang_timeout_s",
+_MAY_CHANGE = re.compile(
+    r"(name|num_steps|num_microbatches|hang_timeout_s|tpu_compiler_options"
+    r"|schedule\.decay_steps|data(\.parts\.\d+)?\.(verify|num_workers)"
+    r"|model\.(attention|remat|scan_unroll)|guard\.max_consecutive_skips)$"
+    r"|(mesh|eval|checkpoint|log)\."
 )
 
 
@@ -121,7 +109,7 @@ def continued_config(
     if config.model.compute_dtype == "auto" and stored.model.compute_dtype is not None:
         # A run keeps the type that it began with.
         config = with_compute_dtype(config, stored.model.compute_dtype)
-    rows = [row for row in differences(stored, config) if not row[0].startswith(_MAY_CHANGE)]
+    rows = [row for row in differences(stored, config) if not _MAY_CHANGE.match(row[0])]
     if saved.data_digest is not None:  # which decides: see `check_data`
         rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
     if rows:

@@ -67,7 +67,7 @@ from maxmars.train.init_from import (
     load_initial,
 )
 from maxmars.train.journal import Journal
-from maxmars.train.metrics import MetricsWriter
+from maxmars.train.metrics import MetricsWriter, validation_losses
 from maxmars.train.optimizer import describe_parameters, summarize_rules
 from maxmars.train.resume import (
     check_data,
@@ -256,7 +256,7 @@ def check(
     config = dataclasses.replace(config, asked=asked)
     if saved is not None and (change := rounding_change(saved, config, here)):
         messages.append(change)
-    evaluations = list(make_evaluations(config, mesh, tokens, clock, progress.message))
+    evaluations = list(make_evaluations(config, mesh, tokens, progress.message))
     initial = None
     if saved is None and init_from is not None:
         init_from = fetch_source(workdir, init_from)
@@ -290,6 +290,10 @@ def lock(run: Run, stack: contextlib.ExitStack) -> None:
         workdir / CHECKPOINTS, config, mesh=mesh, data_digest=run.data_digest
     )
     stack.enter_context(run.checkpointer)
+    if run.saved is None and run.checkpointer.latest_step() is not None:
+        raise ValueError(
+            f"another start has saved in {workdir} meanwhile; the same command now continues it."
+        )
     if processes.is_primary():
         copy_tokenizer(run.data.origin, workdir / TOKENIZER)
         write_json(workdir / CONFIG, to_dict(config))
@@ -328,7 +332,7 @@ def restore(run: Run, stack: contextlib.ExitStack) -> None:
             order: Order = run.order or dataclasses.asdict(Steering())
             is_new = order["new_optimizer_state"]
             restored = run.checkpointer.restore(
-                abstract_saved_state(train_step, run.saved, new_optimizer_state=is_new),
+                lambda saved: abstract_saved_state(train_step, saved, new_optimizer_state=is_new),
                 order["rewind"],
                 whole=not is_new,
             )
@@ -388,17 +392,24 @@ def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> No
         first_step,
         tokens=run.tokens,
         may_write=owner,
-        trackers=open_trackers(config, workdir, first_step, log=run.progress.message),
+        trackers=open_trackers(
+            config,
+            workdir,
+            first_step,
+            steered=run.order is not None,
+            log=run.progress.message,
+        ),
         on_write=run.journal.add,
     )
     stack.enter_context(run.writer)
+    losses = processes.from_primary(list(validation_losses(run.writer.kept).items()))
+    run.checkpointer.evaluated(dict(losses))
 
 
 def make_evaluations(
     config: TrainConfig,
     mesh: Mesh,
     tokens: SplitTokens,
-    clock: Clock,
     log: Callable[[str], None],
 ) -> Iterator[Evaluation]:
     """The evaluations that the config asks for: validation loss, HellaSwag, the user's own.
@@ -431,8 +442,7 @@ def make_evaluations(
         def measure_loss(
             params: Any, before_batch: Callable[[], None]
         ) -> tuple[dict[str, float], str]:
-            watched = clock.over(batches, "evaluation", "batch of the evaluation")
-            loss = validation_loss(eval_step, mesh, params, watched, before_batch).loss
+            loss = validation_loss(eval_step, mesh, params, batches, before_batch).loss
             return {"eval/loss": loss}, f"validation loss {loss:.4f} nats a token"
 
         yield Evaluation(

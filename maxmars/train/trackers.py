@@ -98,9 +98,15 @@ def check_trackers(log: LogConfig, workdir: Workdir) -> None:
 
 
 def open_trackers(
-    config: TrainConfig, workdir: Workdir, resume_step: int, *, log: Callable[[str], None]
+    config: TrainConfig,
+    workdir: Workdir,
+    resume_step: int,
+    *,
+    steered: bool = False,
+    log: Callable[[str], None],
 ) -> Trackers:
-    """Open the trackers of a run that continues after `resume_step` steps, 0 of a new run.
+    """Open the trackers of a run that continues after `resume_step` steps, 0 of a new run, and
+    which may have been steered by hand.
 
     Only the primary process has any. TensorBoard's files go to `<workdir>/tensorboard`, W&B's to
     `<workdir>/wandb`.
@@ -110,7 +116,8 @@ def open_trackers(
         factories["TensorBoard"] = lambda: _TensorBoard(workdir / "tensorboard", resume_step)
     mode = _wandb_mode(config.log)
     if mode is not None and processes.is_primary():
-        factories["W&B"] = lambda: _WeightsAndBiases(config, workdir, resume_step, mode, log)
+        again = resume_step > 0 and not steered
+        factories["W&B"] = lambda: _WeightsAndBiases(config, workdir, again, mode, log)
     return Trackers(factories, log)
 
 
@@ -140,22 +147,23 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """A run of W&B, the same for all starts of ours.
+    """A run of W&B, the same for all starts of ours until it is steered by hand.
 
-    It ignores steps that it has had before, which are the same bit by bit when they are made again.
+    It ignores steps that it has had before, which are the same bit by bit when they are made again,
+    but not after `--rewind`.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         workdir: Workdir,
-        resume_step: int,
+        again: bool,
         mode: str,
         log: Callable[[str], None],
     ) -> None:
         import wandb
 
-        known = read_json(workdir / WANDB) if resume_step else None  # a new run gets a new id
+        known = read_json(workdir / WANDB) if again else None
         run_id = secrets.token_hex(4) if known is None else known["id"]
         write_json(workdir / WANDB, {"id": run_id})
         remote = is_remote(workdir)

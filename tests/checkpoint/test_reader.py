@@ -54,7 +54,7 @@ def saved(tmp_path_factory):
     states = {step: place(make_state(seed=step)) for step in (1, 2)}
     with Checkpointer(directory, config(), mesh=MESH) as checkpointer:
         for step, state in states.items():
-            checkpointer.save(step, state, data_position=8 * step, metrics={"eval/loss": 1.5})
+            checkpointer.save(step, state, data_position=8 * step)
     return directory, states
 
 
@@ -68,7 +68,6 @@ def test_what_a_checkpoint_says(saved):
     assert checkpoint.config == checkpoint.run_config() == config()
     assert checkpoint.model == config().model
     assert (checkpoint.step, checkpoint.data_position) == (2, 16)
-    assert checkpoint.metrics == {"eval/loss": 1.5}
     assert checkpoint.types["params/h/bias"] == "bfloat16[8,32]"
     assert checkpoint.digests == digest(saved[1][2])
     assert checkpoint.environment["mesh"] == {"data": 2, "fsdp": 2, "tensor": 2}

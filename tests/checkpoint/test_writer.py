@@ -84,15 +84,14 @@ def test_saving_a_step_again(tmp_path):
 
 
 def test_keeps_the_newest_the_best_and_some_for_good_over_restarts(tmp_path):
-    state, losses = place(make_state()), {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 6.0, 6: None, 7: 9.0}
+    state, losses = place(make_state()), {1: 3.0, 2: 1.0, 3: 2.0, 4: 5.0, 5: 6.0, 7: 9.0}
     keep = config(keep_last=1, keep_best=2, keep_every=4)
     for steps in ((1, 2, 3, 4), (5, 6, 7)):
         with Checkpointer(tmp_path, keep, mesh=MESH) as checkpointer:
+            checkpointer.evaluated(losses)
             for step in steps:
-                metrics = None if losses[step] is None else {"eval/loss": losses[step]}
-                checkpointer.save(step, state, data_position=step, metrics=metrics)
+                checkpointer.save(step, state, data_position=step)
     assert list_steps(tmp_path) == [2, 3, 4, 7]
-    assert read(tmp_path).metrics == {"eval/loss": 9.0}
 
 
 @pytest.mark.seconds
@@ -154,9 +153,7 @@ LOSSES = {10: 4.0, 20: 1.0, 35: 3.0, 41: 2.0, 50: float("nan"), 60: 2.0, 70: 5.0
 
 
 def kept(**config):
-    retention = Retention(CheckpointConfig(**config))
-    for step, loss in LOSSES.items():
-        retention.record(step, {"eval/loss": loss})
+    retention = Retention(CheckpointConfig(**config), LOSSES)
     steps = list(LOSSES)
     checkpoints = [SimpleNamespace(step=step) for step in steps]
     flags = retention.should_preserve(checkpoints, context=None)

@@ -142,7 +142,6 @@ REFUSALS = [
     (2, f"{MARS} --num-steps=many", "--num-steps many must be an integer"),
     (2, f"{MARS} --num-steps 1e400", "--num-steps 1e400"),
     (2, f"{MARS} --model.remat atention", "--model.remat atention", "`attention`"),
-    (2, f"{MARS} --checkpoint.best-metric eval/los", "--checkpoint.best-metric eval/los"),
     (2, f"{MARS} --tpu-compiler-options", "--tpu-compiler-options"),
     (2, f"{MARS} --tpu-compiler-options a=1 b", "--tpu-compiler-options b", "NAME=VALUE"),
     (2, f"{MARS} --tpu-compiler-options autp", "--tpu-compiler-options autp", "`auto`"),

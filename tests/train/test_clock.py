@@ -20,9 +20,20 @@ with Clock(0.2) as clock:
     with clock("start", "reading"):  # of no kind
         time.sleep(0.4)
     time.sleep(0.4)  # nothing is begun
-    for _ in clock.over(range(8), "evaluation", "batch"):  # a chain of short intervals
-        time.sleep(0.05)
+    with clock("evaluation", "validation"):
+        for _ in range(30):  # a chain of short intervals, together longer than one may be
+            clock.lap("batch")
+            time.sleep(0.1)
 print("patient", flush=True)
+"""
+HANGS_IN_A_BATCH = """
+import time
+from maxmars.train.clock import Clock
+
+with Clock(0.1) as clock, clock("evaluation", "HellaSwag"):
+    for batch in (1, 2):
+        clock.lap("a batch")
+        time.sleep(60 * (batch - 1))
 """
 HANGS = """
 import time
@@ -49,6 +60,12 @@ def test_a_step_that_takes_too_long_ends_the_process_and_shows_the_stacks():
     last = output.splitlines()[-1]
     assert "process 0 of 1 hangs: step 2 has taken " in last
     assert "--hang-timeout-s (0.1). Exit code 75: the same command, in every process, " in last
+
+
+def test_a_batch_that_takes_too_long_ends_the_process():
+    code, output = run(HANGS_IN_A_BATCH)
+    assert code == 75
+    assert " hangs: a batch has taken " in output.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -79,7 +96,8 @@ def test_each_second_is_of_one_activity():
     pass_s(1000)
     with clock("evaluation", "validation"):
         pass_s(0.25)
-        for _ in clock.over(range(2), "evaluation", "batch"):
+        for _ in range(2):
+            clock.lap("batch")
             pass_s(0.5)
     with pytest.raises(ZeroDivisionError), clock("checkpoint", "writing"):
         pass_s(5000 / 0)

@@ -182,9 +182,6 @@ def test_a_continued_average_is_the_same_bit_by_bit(averaged, tmp_path):
     config = config_of(averaged, ema_decay=DECAY, schedule=fixed(4))
     train(config, tmp_path / "undisturbed")
     assert first_difference(averaged / "run", tmp_path / "undisturbed") is None
-    best = saved_arrays(tmp_path / "undisturbed", config, step=2)  # `keep_best` goes by its metric
-    loss = loss_of(best.state.evaluation_params, config)
-    assert best.checkpoint.metrics["eval/loss"] == pytest.approx(loss, abs=1e-6)
     audited = check(averaged / "run", replay=2)
     assert audited.problems == []
     assert audited.replayed

@@ -1,5 +1,6 @@
 """How runs begin: which config they continue with, and the weights that they start from."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -13,26 +14,34 @@ import tiny
 from refusals import refused
 from tiny import ADAMW, MODEL, batch_of, begin_from, values_of
 
-from maxmars.checkpoint import load, read, save_params
+from maxmars.checkpoint import list_steps, load, read, save_params
 from maxmars.checkpoint.environment import environment
 from maxmars.checkpoint.journal import read_journal
+from maxmars.cli import main
 from maxmars.compare.curves import read_run
 from maxmars.config import (
     AdoptConfig,
+    CheckpointConfig,
     EvalConfig,
     GPT2Config,
+    GrainPart,
     GuardConfig,
     MarsConfig,
     MeshConfig,
+    MixtureConfig,
+    MixturePart,
     ScheduleConfig,
 )
 from maxmars.distributed import sharding
+from maxmars.distributed.progress import Progress
 from maxmars.model import huggingface
 from maxmars.model.parameters import Parameters
-from maxmars.train import train
+from maxmars.train import Steering, train
+from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom, check_origin, load_initial
 from maxmars.train.journal import began_in, changes_of_config
 from maxmars.train.resume import continued_config, rounding_change
+from maxmars.train.run import check, lock
 from maxmars.train.step import abstract_train_state, make_train_step
 
 
@@ -65,6 +74,57 @@ def continuing(source, short_config):
         )
 
     return continuing
+
+
+@pytest.mark.seconds
+def test_the_best_checkpoint_stays_also_where_the_run_ended_first(short_config, tmp_path, capsys):
+    config = short_config(
+        num_steps=4,
+        schedule=ScheduleConfig(warmup_steps=0, decay_steps=10**6),
+        checkpoint=CheckpointConfig(every=2, keep_last=1, keep_best=1),
+    )
+    train(config, tmp_path / "run")
+    rate = dataclasses.replace(ADAMW, learning_rate=1.0)  # each step makes it worse
+    worse = dataclasses.replace(config, num_steps=8, optimizer=rate)
+    train(worse, tmp_path / "run", resume_overrides=["optimizer.learning_rate"])
+    losses = values_of(tmp_path / "run", "eval/loss")
+    assert min((2, 4, 6, 8), key=losses.__getitem__) == 4
+    assert list_steps(tmp_path / "run" / "checkpoints") == [4, 8]
+    main(["audit", str(tmp_path / "run"), "--replay", "4"])
+    assert "one trajectory" in capsys.readouterr().out
+
+
+@pytest.mark.seconds
+def test_past_a_damaged_checkpoint_to_one_of_before_a_change(short_config, tmp_path):
+    config = short_config(guard=GuardConfig(max_consecutive_skips=3))
+    train(config, tmp_path / "run")
+    changed = dataclasses.replace(
+        config,
+        num_steps=3,
+        ema_decay=0.9,
+        guard=GuardConfig(loss_spike_threshold=9.0, max_consecutive_skips=3),
+    )
+    overrides = ["ema_decay", "guard"]
+    train(changed, tmp_path / "run", resume_overrides=overrides)
+    for path in (tmp_path / "run/checkpoints/3/state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:-9])
+    assert train(changed, tmp_path / "run", resume_overrides=overrides).done
+    names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
+    assert {"2", "3", "3.damaged"} <= names
+
+
+@pytest.mark.seconds
+def test_what_another_start_saved_meanwhile_is_not_begun_anew(short_config, tmp_path):
+    config, workdir = short_config(), tmp_path / "run"
+    with contextlib.ExitStack() as stack:
+        nothing = {"init_from": None, "resume_overrides": (), "steering": Steering()}
+        run = check(
+            config, workdir, **nothing, clock=Clock(), progress=Progress(), memory_bytes=None
+        )
+        train(config, workdir)
+        with refused(ValueError, workdir, "the same command"):
+            lock(run, stack)
+    assert list_steps(workdir / "checkpoints") == [1, 2]
 
 
 @pytest.mark.seconds
@@ -114,6 +174,17 @@ def test_microbatches_are_kept_on_the_same_mesh(source, short_config, tmp_path):
         stored = json.loads((workdir / "config.json").read_text())
         assert stored["num_microbatches"] == 2
         assert stored["asked"].get("num_microbatches", 2) == given
+
+
+def test_how_the_parts_of_a_mixture_are_read_may_change(continuing, short_config, tmp_path):
+    (tmp_path / "own.py").write_text("")
+    own = GrainPart(source=f"{tmp_path / 'own.py'}:source", weight=1.0)
+    tokens = MixturePart(path=str(tmp_path), weight=1.0)
+    before, after = (
+        short_config(data=MixtureConfig(parts=(tokens, dataclasses.replace(own, num_workers=n))))
+        for n in (0, 2)
+    )
+    assert continuing(after, stored=before) == after
 
 
 def test_a_change_of_the_rounding_is_told(short_config, source):
