@@ -107,7 +107,7 @@ class MaxmarsSteps:
             "flops_per_token": parameters.flops_per_token,
             "peak_flops": None if peak is None else peak * self.mesh.size,
             "peak_bytes": peak_bytes,
-            "program_bytes": program.peak_bytes,
+            "program_bytes": program["peak_memory_in_bytes"],
             "environment": environment(self.mesh),
             **self.parts(text),
             "plan": self.plan(),

@@ -56,5 +56,6 @@ def _keep_in(directory: Path) -> None:
 def _cpu() -> str:
     """A name for all CPUs of this model with the same instructions."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    kind = sorted({line for line in lines if re.match(r"(model name|flags)\s*:", line)})
+    names = r"(model name|flags|CPU (implementer|part|variant)|Features)\s*:"  # of x86, of ARM
+    kind = sorted({line for line in lines if re.match(names, line)})
     return f"cpu-{hashlib.sha256(chr(10).join(kind).encode()).hexdigest()[:12]}"

@@ -7,7 +7,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,28 +35,12 @@ class DoesNotFitError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompilerMemory:
-    """Memory of a compiled program on one device as its compiler reports it, in bytes."""
-
-    argument_bytes: int
-    output_bytes: int
-    """Outputs, including those that take the place of arguments."""
-    alias_bytes: int
-    """Outputs that take the place of donated arguments."""
-    temp_bytes: int
-    """Temporaries. On TPUs this may count memory twice, or leave out what kernels allocate."""
-    generated_code_bytes: int
-    peak_bytes: int | None
-    """Most memory in use at one time, arguments included; None if the compiler has no such figure.
-    XLA's figure for CPUs and GPUs leaves temporaries out; see `maxmars.train.auto.peak_bytes`."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Compiled:
     """A compiled program."""
 
     executable: jax.stages.Compiled
-    memory: CompilerMemory
+    memory: dict[str, int]
+    """From `compiler_memory`."""
     peak_bytes: int
     """Most memory in use at one time on one chip."""
     collectives: tuple[Collective, ...]
@@ -71,7 +55,8 @@ class CompiledTrainStep(Compiled):
 
     parameters: Parameters
     state: TrainState
-    """Abstract."""
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+    """Abstract, as the state."""
     flops: Counter[str]
     """From `matmul_flops`."""
     clock: StepClock | None
@@ -99,6 +84,7 @@ def compile_train_step(step: TrainStep, topology: Topology) -> CompiledTrainStep
     return CompiledTrainStep(
         parameters=step.parameters,
         state=step.abstract_state,
+        batch=step.abstract_batch,
         flops=matmul_flops(traced.jaxpr),
         clock=_clock(compiled["executable"], mesh, topology),
         **compiled,
@@ -257,43 +243,31 @@ class ChipMemory:
     """Memory of the chip; None for fake devices."""
     headroom_bytes: int | None
     """Memory of the chip beyond the peak; negative if the program does not fit."""
-    compiler: CompilerMemory
+    compiler: dict[str, int]
+    """From `compiler_memory`."""
 
 
-def compiler_memory(executable: jax.stages.Compiled) -> CompilerMemory:
-    """Memory of a compiled program, as its compiler reports it.
-
-    Raises:
-      ValueError: the backend reports nothing.
-    """
+def compiler_memory(executable: jax.stages.Compiled) -> dict[str, int]:
+    """What the compiler reports of a program's memory on one device, in bytes, by its own names:
+    see `jax.stages.Compiled.memory_analysis`, and `auto.peak_bytes` for what to make of it."""
     stats = executable.memory_analysis()
-    if stats is None:
-        raise ValueError("this backend has no memory analysis of compiled programs.")
-    return CompilerMemory(
-        argument_bytes=stats.argument_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
-        generated_code_bytes=stats.generated_code_size_in_bytes,
-        peak_bytes=getattr(stats, "peak_memory_in_bytes", None),
-    )
+    return {name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")}
 
 
-def chip_memory(step: CompiledTrainStep, tokens_bytes: int, chip: Chip | None) -> ChipMemory:
+def chip_memory(step: CompiledTrainStep, chip: Chip | None) -> ChipMemory:
     """The memory of one chip, by what lies in it.
 
     Args:
       step: the train step.
-      tokens_bytes: the batch's bytes on one chip.
       chip: None for fake devices.
     """
-    state, arguments = step.state, step.memory.argument_bytes
+    state, arguments = step.state, step.memory["argument_size_in_bytes"]
     parameters = bytes_on_chip(state.params)
     optimizer = optimizer_state_bytes(state.opt_state)
     if state.evaluation_params is not None:
         optimizer["average of the parameters"] = bytes_on_chip(state.evaluation_params)
     previous = bytes_on_chip(state.prev_params)
-    other = bytes_on_chip((state.step, state.hyperparams, state.guard)) + tokens_bytes
+    other = bytes_on_chip((state.step, state.hyperparams, state.guard, step.batch))
     gradients = min(parameters, max(0, step.peak_bytes - arguments))
     capacity = None if chip is None else chip.memory_bytes
     return ChipMemory(

@@ -123,6 +123,9 @@ def _faster_of(
         config, step = compile_prepared(config, topology, log=log, known=known)
     except ValueError:  # the mesh does not divide the model or the batch, or the step does not fit
         return best
+    memory_bytes = topology.memory_bytes
+    if memory_bytes is not None and not step.needs.fit(memory_bytes):  # refused for TPUs alone
+        return best
     other = make_plan(config, topology, evaluate=False, train_step=step)
     log(f"{_milliseconds(other)} a step; the best before takes {_milliseconds(best)}")
     return min(best, other, key=lambda plan: plan.step_seconds)

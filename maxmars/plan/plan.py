@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import rich
 import rich.box
 from jax.sharding import Mesh
@@ -27,7 +28,6 @@ from maxmars.config import (
     TrainConfig,
     to_dict,
 )
-from maxmars.distributed import sharding
 from maxmars.distributed.step_clock import PRODUCTS
 from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
@@ -128,6 +128,14 @@ class Plan:
         return self.price * self.mesh.size / chip.devices * self.days * 24
 
     @property
+    def exchanged_bytes(self) -> int:
+        """Bytes of matrices on a device that go to their owners and back in a step."""
+        optimizer = self.config.optimizer
+        if self.exchange is None or not isinstance(optimizer, MarsConfig | MuonConfig):
+            return 0
+        return self.exchange.transfer_bytes(jnp.dtype(optimizer.ns_dtype).itemsize)
+
+    @property
     def assumptions(self) -> tuple[str, ...]:
         """What its times assume, in words."""
         chip = self.topology.chip
@@ -136,7 +144,7 @@ class Plan:
         return assumptions(chip, self.calibration, clock=self.train_step.clock)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON-ready values; bytes are per chip, and those of one step."""
+        """The plan as JSON-ready values; bytes are per device, and those of one step."""
         chip, exchange, step = self.topology.chip, self.exchange, self.eval_step
         return {
             "maxmars": __version__,
@@ -144,7 +152,7 @@ class Plan:
             "config": to_dict(self.config),
             "topology": self.topology.name,
             "num_slices": self.topology.num_slices,
-            "num_chips": self.mesh.size,
+            "num_devices": self.mesh.size,
             "device_kind": self.mesh.devices.flat[0].device_kind,
             "chip": None if chip is None else dataclasses.asdict(chip),
             "mesh": dict(self.mesh.shape),
@@ -157,7 +165,7 @@ class Plan:
             else {
                 "elements": exchange.elements,
                 "padded_elements": exchange.padded_elements,
-                "transfer_bytes": exchange.transfer_bytes(),
+                "transfer_bytes": self.exchanged_bytes,
             },
             "flops": dataclasses.asdict(self.flops),
             "time": self._time_json(),
@@ -173,7 +181,7 @@ class Plan:
             if step is None
             else {
                 "peak_bytes": step.peak_bytes,
-                "compiler": dataclasses.asdict(step.memory),
+                "compiler": step.memory,
                 "collectives": [
                     dataclasses.asdict(row)
                     for row in traffic(step.collectives, self.mesh, self.topology)
@@ -238,7 +246,6 @@ def make_plan(
         networks = topology.networks(list(mesh.devices.flat))
         warning = slow_network_warning(config, mesh, networks, topology.name, sent)
         messages += [] if warning is None else [warning]
-    tokens = config.microbatches * config.microbatch_size * (config.model.max_seq_len + 1)
     if travelling := soap_travelling_bytes(step.state.opt_state):
         owners = mesh.shape["fsdp"] * mesh.shape["tensor"]
         messages.append(
@@ -246,7 +253,7 @@ def make_plan(
             f"and back in each step, as mesh.fsdp x mesh.tensor = {owners} does not divide a stack "
             "of layers; where it does, they stay with their owners"
         )
-    memory = chip_memory(step, 4 * tokens // sharding.batch_shards(mesh), chip)
+    memory = chip_memory(step, chip)
     flops = Flops(
         model=parameters.flops_per_token * config.tokens_per_step,
         hardware=step.flops.total(),
@@ -316,12 +323,12 @@ def print_plan(plan: Plan) -> None:
     for name, size in _memory_rows(plan):
         memory.add_row(name, _mb(size), style="bold" if name.startswith("peak") else None)
     rich.print(memory, _traffic_table(plan))
-    if exchange is not None and exchange.transfer_bytes():
+    if exchange is not None and plan.exchanged_bytes:
         padding = exchange.padded_elements / exchange.elements
         print(
             f"Newton-Schulz: {exchange.elements:,} elements of matrices, "
             f"{exchange.padded_elements:,} with padding ({padding:.3f} times), "
-            f"{_mb(exchange.transfer_bytes())} MB to their owners and back."
+            f"{_mb(plan.exchanged_bytes)} MB to their owners and back."
         )
     numbers = _table("Arithmetic and time", "", _right(""))
     numbers.show_header = False

@@ -35,6 +35,16 @@ def test_a_faster_setting_has_its_flags():
 
 
 @pytest.mark.slow
+def test_a_setting_that_does_not_fit_is_left_out():
+    config = tiny_config(model=RECOMPUTING, mesh=MeshConfig(fsdp=8), num_microbatches=2)
+    plan = make_plan(config, CHIPS_OF_A_SLICE, evaluate=False)
+    chip = dataclasses.replace(CHIPS["v5e"], memory_bytes=plan.memory.peak_bytes)
+    full = dataclasses.replace(plan, topology=dataclasses.replace(CPUS, chip=chip))
+    faster = find_faster(config, full, log=lambda _: None)
+    assert faster is None or faster.plan.memory.peak_bytes <= chip.memory_bytes
+
+
+@pytest.mark.slow
 def test_a_mesh_that_does_not_divide_the_batch_is_left_out():
     config = tiny_config(mesh=MeshConfig(fsdp=4, tensor=2), global_batch_size=4, num_microbatches=1)
     plan, lines = make_plan(config, CHIPS_OF_A_SLICE, evaluate=False), []
