@@ -249,14 +249,14 @@ class TextFiles(Corpus):
     def _read_text(self, path: str, name: str, stretch: Stretch) -> Iterator[Document]:
         """The text of a file that is one document."""
         with reading(path), _open(path) as raw:
-            file, end = decompressed(raw, self._kinds[stretch.file][1]), None
+            file, start, end = decompressed(raw, self._kinds[stretch.file][1]), 0, None
             if self.is_text(stretch.file):
                 start, end = _bounds_in_text(raw, self._sizes[stretch.file], stretch)
                 raw.seek(start)
             elif not stretch.is_of_whole:  # it is compressed, and small
-                yield _stretch_of(name, "".join(_decoded(file, path, None)), stretch)
+                yield _stretch_of(name, "".join(_decoded(file, path, 0, None)), stretch)
                 return
-            yield Document(name, _decoded(file, path, end), *_ends(stretch))
+            yield Document(name, _decoded(file, path, start, end), *_ends(stretch))
 
     def hint(self) -> str | None:
         """That a text spells the end of a document, which is ordinary text to a tokenizer."""
@@ -417,12 +417,12 @@ def _cut(file: io.BufferedIOBase, position: int, end: int) -> int:
     return position + next((i for i, byte in enumerate(start) if byte & 0xC0 != 0x80), len(start))
 
 
-def _decoded(file: io.BufferedReader, path: str, end: int | None) -> Iterator[str]:
-    """The text from where a file is to a byte, or its end, in blocks.
+def _decoded(file: io.BufferedReader, path: str, start: int, end: int | None) -> Iterator[str]:
+    """The text from the byte `start`, where the file is, to the byte `end`, or its end, in blocks.
 
     A byte-order mark at the start of the file is no text.
     """
-    place = file.tell()
+    place = start
     decoder = codecs.getincrementaldecoder("utf-8" if place else "utf-8-sig")()
     while True:
         with reading(path):

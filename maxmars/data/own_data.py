@@ -101,6 +101,14 @@ class ExampleCheck:
             )
         return {name: array.astype(self.types[name]) for name, array in checked.items()}
 
+    def check_same(self, once: Batch, again: Batch, seed: str) -> None:
+        """Raise ValueError if the same windows, read twice, are not the same."""
+        if any(not np.array_equal(once[name], again[name]) for name in once):
+            raise self.wrong(
+                "of the same window it makes one thing and then another, so that a run could not "
+                f"be repeated; draw random numbers from a seed that follows {seed}"
+            )
+
 
 class OwnWindows:
     """The windows of a user's own data; see `Windows`. They are their own `origin`.
@@ -165,12 +173,18 @@ class OwnWindows:
 
     def digest(self) -> str:
         """SHA-256, in hex, over the text of the function, its options, the length and number of the
-        windows, and the first and the last one."""
+        windows, and the first and the last one.
+
+        Raises:
+          ValueError: these are other ones when they are read again.
+        """
         name, options = self._function.function, self._options
         told = [name, options, self.split, self.length, len(self), self.tokenizer]
         sha = hashlib.sha256(self._function.text() + json.dumps(told, sort_keys=True).encode())
         for number in (0, len(self) - 1):
-            for array_name, array in sorted(self.read(np.array([number])).items()):
+            once, again = (self.read(np.array([number])) for _ in range(2))
+            self._check.check_same(once, again, "from the element's number")
+            for array_name, array in sorted(once.items()):
                 sha.update(array_name.encode() + array.tobytes())
         return sha.hexdigest()
 
@@ -243,11 +257,7 @@ class WindowMap:
             raise self._check.wrong(
                 f"it leaves out {', '.join(sorted(lost))}; return all arrays that it is given"
             )
-        if any(not np.array_equal(once[name], again[name]) for name in once):
-            raise self._check.wrong(
-                "of the same window it makes one thing and then another, so that a run could not "
-                "be repeated; draw random numbers from a seed that follows from the tokens"
-            )
+        self._check.check_same(once, again, "from the tokens")
 
     def __call__(self, numbers: Int64[np.ndarray, " windows"], batch: Batch) -> Batch:
         """What it makes of the windows with these numbers, whose arrays are [windows, length + 1].

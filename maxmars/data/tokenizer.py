@@ -558,7 +558,7 @@ def _read(place: Workdir) -> _Files:
         if content is not None and added:
             with about(directory):
                 content = _with_added(content, added, {end, *ids}, str(settings))
-    return _Files(place=directory, content=content, end=end, ends=ids)
+    return _Files(place=place, content=content, end=end, ends=ids)
 
 
 def _open(files: _Files, eot_token: str | None = None, *, built_in: bool = True) -> Tokenizer:

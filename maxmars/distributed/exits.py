@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import NoReturn
 
 EXIT_CODE = 75
@@ -29,6 +29,22 @@ def exit_now(code: int, message: str | None = None) -> NoReturn:
     if message is not None:  # past sys.stderr, whose lock another thread may hold
         os.write(2, f"maxmars: {message}\n".encode())
     os._exit(code)
+
+
+@contextlib.contextmanager
+def leaving_at_once() -> Generator[None]:
+    """Ctrl-C ends the process at once: within an import, Python's exception may be lost in a
+    callback of the garbage collector, or leave half a library."""
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if handler is not signal.default_int_handler or not is_main:
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda *_: exit_now(128 + signal.SIGINT, "interrupted"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 class Starting(contextlib.AbstractContextManager["Starting"]):

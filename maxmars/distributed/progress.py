@@ -24,6 +24,7 @@ import rich.text
 
 from maxmars.config.numbers import duration
 from maxmars.config.secrets import hide
+from maxmars.distributed.exits import leaving_at_once
 from maxmars.distributed.files import LineFile, Workdir
 from maxmars.distributed.workdir import LOGS, of_process
 
@@ -233,9 +234,10 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
 @contextlib.contextmanager
 def loading_jax(*, stderr: bool = False) -> Generator[None]:
-    """Say on a terminal that the block imports what loads JAX, which takes seconds; for `stderr`
-    see `Progress`."""
-    with Progress(stderr=stderr, quiet=True) as progress, progress.waiting("loading JAX"):
+    """Say on a terminal that the block imports what loads JAX, which takes seconds; Ctrl-C then
+    ends the process at once. For `stderr` see `Progress`."""
+    progress = Progress(stderr=stderr, quiet=True)
+    with leaving_at_once(), progress, progress.waiting("loading JAX"):
         yield
 
 

@@ -186,13 +186,14 @@ def audit(
     problems += _check_links(chain)
     rows = read_metrics(directory)
     losses = validation_losses(rows)
+    chosen = None if replay is None or problems else _range_to_replay(steps, chain, replay)
     problems += _check_checkpoints(
         checkpoints, steps, newest, chain, losses, log, arrays=compare_arrays
     )
     problems += _check_metrics(rows, lines, newest.journal)
     replayed = None
-    if replay is not None and not problems:
-        replayed, problem = _replay(checkpoints, steps, chain, replay, log)
+    if chosen is not None and not problems:
+        replayed, problem = _replay(checkpoints, chain, *chosen, log)
         problems += [problem] if problem else []
     return Audit(
         workdir=str(directory),
@@ -352,14 +353,15 @@ def _changes(began: Sequence[Line]) -> list[str]:
     return changes
 
 
-def _replay(
-    directory: Any,
-    steps: Sequence[int],
-    chain: Sequence[Line],
-    count: int,
-    log: Callable[[str], None],
-) -> tuple[str | None, str | None]:
-    """Compute steps again; what was done, and what came out wrong."""
+def _range_to_replay(
+    steps: Sequence[int], chain: Sequence[Line], count: int
+) -> tuple[int, int, Line]:
+    """The last `count` steps that can be computed again, as the steps before the first and of the
+    last of them, and the session that made them.
+
+    Raises:
+      ValueError: there are none.
+    """
     saved = {line["step"]: line for line in chain if line["kind"] == "saved"}
     # The state of step 0 is made anew, if it was made from the seed.
     is_from_seed = chain[0]["step"] == 0 and chain[0]["init_from"] is None
@@ -380,17 +382,30 @@ def _replay(
             f"--replay {count}: config or code changed on the way, or the run was steered, at step "
             f"{when}; take another K."
         )
+    return first, last, began
+
+
+def _replay(
+    directory: Any,
+    chain: Sequence[Line],
+    first: int,
+    last: int,
+    began: Line,
+    log: Callable[[str], None],
+) -> tuple[str | None, str | None]:
+    """Compute steps again; what was done, and what came out wrong."""
+    saved = {line["step"]: line["digest"] for line in chain if line["kind"] == "saved"}
     config = _without_evaluations(config_of(began))
-    with about(f"--replay {count}, steps {first + 1} to {last}"):
+    with about(f"--replay {last - first}, steps {first + 1} to {last}"):
         config = _with_text_of(config, directory.parent)
     log(f"computing steps {first + 1} to {last} again")
     computed = _digest_after(directory, began, config, first, last, log)
-    if computed == saved[last]["digest"]:
+    if computed == saved[last]:
         return f"steps {first + 1} to {last}, computed again: the same digest", None
     return None, (
         f"steps {first + 1} to {last}, computed again on {jax.device_count()} x "
         f"{jax.devices()[0].device_kind}, end with the digest {computed[:16]}, not "
-        f"{saved[last]['digest'][:16]}"
+        f"{saved[last][:16]}"
     )
 
 

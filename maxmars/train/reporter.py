@@ -162,10 +162,16 @@ class StepReporter:
             return
         run.writer.write(step, values)
         last = run.checkpointer.latest_step()
-        way_out = (
-            "Continue with a lower optimizer.learning_rate or more schedule.warmup_steps (name "
-            "them in --resume-overrides)"
+        stands, way_out = (
+            "There is no checkpoint yet",
+            "Start again with a lower optimizer.learning_rate or more schedule.warmup_steps",
         )
+        if last is not None:
+            stands, way_out = (
+                f"The last checkpoint is of step {last}",
+                "Continue with a lower optimizer.learning_rate or more schedule.warmup_steps (name "
+                "them in --resume-overrides)",
+            )
         if all(digest_and_finite(run.state.params)[1].values()):
             way_out += ", or without such steps by --guard.max-consecutive-skips 10"
         elif step == 2 and run.config.schedule.warmup_steps:
@@ -181,8 +187,7 @@ class StepReporter:
         raise DivergedError(
             text,
             f"That makes {consecutive_skips} in a row, more than guard.max_consecutive_skips "
-            f"allows. The last checkpoint is {'missing' if last is None else f'of step {last}'}. "
-            f"{way_out}.",
+            f"allows. {stands}. {way_out}.",
         )
 
     def _examples(self, step: int, measured: dict[str, Any]) -> dict[str, Any]:

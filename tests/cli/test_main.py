@@ -126,6 +126,22 @@ def test_ctrl_c_is_one_line_and_says_whether_the_command_continues(words, messag
     assert error.count("\n") == 2
 
 
+def test_ctrl_c_while_jax_is_loaded_is_not_lost():
+    program = (
+        "import os, signal\n"
+        "from maxmars.distributed.progress import loading_jax\n"
+        "with loading_jax():\n"
+        "    try:\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except KeyboardInterrupt:\n"
+        "        pass  # as a callback within an import would\n"
+        "print('went on')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (130, "")
+    assert result.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_libtpu_says_nothing_on_a_machine_without_a_tpu():
     pytest.importorskip("libtpu")

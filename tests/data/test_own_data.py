@@ -263,6 +263,13 @@ def test_elements_unlike_the_first_are_refused_when_they_are_read(tmp_path, elem
         batches_of(GrainConfig(source=source, order="sequential"))
 
 
+def test_a_source_that_is_another_each_time_is_refused(tmp_path):
+    draw = "np.random.randint(0, 99, length + 1) if i == 39 else np.full(length + 1, i)"
+    source = own(tmp_path / "own.py", f"grain.MapDataset.range(40).map(lambda i: {draw})")
+    with refused(ValueError, source, "seed"):
+        open_data(GrainConfig(source=source), "train", model=MODEL).digest()
+
+
 def test_configs_that_cannot_be_opened_are_refused(counting, tmp_path):
     def opened(source, **options):
         return open_data(GrainConfig(source=source, options=options), "train", model=MODEL)

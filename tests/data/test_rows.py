@@ -189,9 +189,18 @@ def test_a_row_of_70_mb(tmp_path, kind):
     assert [document.name for document in corpus.read(Stretch(0), bad.append)][1] == name
 
 
-@pytest.mark.parametrize("compress", [bytes, gzip.compress])
-def test_the_mark_and_the_encoding_of_a_text(tmp_path, compress):
-    path = tmp_path / f"a.txt{'' if compress is bytes else '.gz'}"
+def zstd(data):
+    pyarrow = pytest.importorskip("pyarrow")
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".bz2", ".xz", ".zst"])
+def test_the_mark_and_the_encoding_of_a_text(tmp_path, ending):
+    path = tmp_path / f"a.txt{ending}"
+    compress = {"": bytes, ".zst": zstd}.get(ending) or COMPRESSIONS[ending[1:]]
     path.write_bytes(compress(codecs.BOM_UTF8 + b"one\ntwo"))
     assert texts_of(path) == ["one\ntwo"]
     path.write_bytes(compress("one\ntwo".encode("utf-16")))

@@ -302,6 +302,13 @@ def test_steps_of_a_run_shorter_than_its_warmup_can_be_replayed(tmp_path):
     assert audited.replayed == "steps 5 to 6, computed again: the same digest"
 
 
+def test_steps_that_cannot_be_replayed_are_told_before_arrays_are_read(sound):
+    told = []
+    with refused(ValueError, "--replay 3", "2, 4, 6"):
+        audit(sound / "run", replay=3, log=told.append)
+    assert told == []
+
+
 def test_what_cannot_be_audited(sound, tmp_path, capsys):
     for arguments, expected in (
         ([str(tmp_path)], str(tmp_path)),
