@@ -132,6 +132,9 @@ def _dispatch(argv: list[str]) -> int:
 def _printing_warnings() -> Iterator[None]:
     """Print what maxmars logs as `maxmars: warning: ...`; some libraries set up another style."""
     logger, handler = logging.getLogger("maxmars"), logging.StreamHandler()
+    orbax = logging.getLogger("absl")
+    orbax_level = orbax.level
+    orbax.setLevel(logging.CRITICAL)  # what it logs it also raises
     handler.setFormatter(logging.Formatter("maxmars: warning: %(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
@@ -140,6 +143,7 @@ def _printing_warnings() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
+        orbax.setLevel(orbax_level)
 
 
 def _keep_libtpu_quiet() -> None:
