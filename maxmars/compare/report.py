@@ -62,14 +62,7 @@ from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 Format = Literal["png", "pdf", "svg"]
 _NONE = "–"
 _ENDS = {"mean": "", "low": "_low", "high": "_high"}  # of an interval, in results.csv
-_OF_SEARCH = (
-    "search_ended",
-    "tokens_to_baseline",
-    "seconds_to_baseline",
-    "step_time_s",
-    "num_cells",
-    "num_diverged",
-)
+_OF_SEARCH = ("search_ended", "step_time_s", "num_cells", "num_diverged")
 _NEXT = 3  # settings that are named of those that a search did not reach
 
 
@@ -295,7 +288,8 @@ def _print_summary(summary: Summary) -> None:
     print_table(("", *_PRINTED.values()), rows)
     baseline = summary.comparison.baseline
     texts = [
-        f"tokens, time: to the final loss of {baseline}, as shares of its own; ±: {CONFIDENCE:.0%}"
+        f"tokens, time: how many times fewer tokens and seconds than {baseline}, to the higher of "
+        f"the two final losses; ±: {CONFIDENCE:.0%}"
     ]
     if any(summary.mark(pair.first, pair.second) for pair in summary.pairs):
         texts.append(MARK_MEANS)
@@ -358,9 +352,8 @@ _COLUMNS = {
     "difference": f"minus {{baseline}} ({CONFIDENCE:.0%})",
     "p": "p",
     "seeds_needed": f"seeds to find {EFFECT}",
-    "tokens": "tokens to {baseline}'s loss",
-    "seconds": "time to it",
     "speed_up": f"data speed-up ({CONFIDENCE:.0%})",
+    "time_speed_up": "time speed-up",
     "diverged": "diverged",
 }
 _PRINTED = {
@@ -368,8 +361,8 @@ _PRINTED = {
     "mean": "loss",
     "difference": "- baseline",
     "p": "p",
-    "tokens_share": "tokens",
-    "seconds_share": "time",
+    "tokens": "tokens",
+    "time": "time",
     "step_ms": "ms",
 }
 
@@ -397,16 +390,12 @@ def _result(outcome: Outcome, summary: Summary) -> Mapping[str, str]:
     if best.seeds_needed:
         cells["seeds_needed"] = str(best.seeds_needed)
     if best.speed_up is not None:
+        cells["tokens"] = f"x{best.speed_up.mean:.2f}"
         cells["speed_up"] = _factor(best.speed_up)
-    # Where a curve comes down to the baseline's loss, the baseline's own does as well.
-    base = next(o.best for o in summary.outcomes if o.contender.name == comparison.baseline)
-    for key, show in (("tokens", short), ("seconds", duration)):
-        value, whole = (getattr(each, f"{key}_to_baseline", None) for each in (best, base))
-        if value is not None and whole:
-            cells[f"{key}_share"] = f"{value / whole:.0%}"
-            cells[key] = f"{show(value)} ({value / whole:.0%})"
-        elif best.tokens_to_baseline is None and base is not None:
-            cells[key] = "not reached"
+        base = next(o for o in summary.outcomes if o.contender.name == comparison.baseline)
+        if step_s and base.step_time_s:
+            cells["time_speed_up"] = f"{best.speed_up.mean * base.step_time_s / step_s:.2f}"
+            cells["time"] = f"x{cells['time_speed_up']}"
     return cells
 
 
@@ -486,14 +475,12 @@ def _general_notes(summaries: Summaries) -> Iterator[str]:
             "end."
         )
     yield (
-        "Tokens and time to the baseline's loss are read off the mean curve of a run whose "
-        "learning rate decays to the end; a run planned to be that short would be a little better."
-    )
-    yield (
         "The data speed-up says how many times fewer tokens a contender needs than the baseline: "
         "of the two runs of a seed, the tokens of the better one, over those after which its curve "
         "comes down to the final loss of the other; the inverse of it where the baseline is the "
-        "better one. The mean over the seeds is the geometric one."
+        "better one. The mean over the seeds is the geometric one. The time speed-up is that mean "
+        "times the baseline's step time over the contender's. Learning rates decay to the end of a "
+        "run, so one planned to be shorter would get to that loss a little sooner."
     )
 
 

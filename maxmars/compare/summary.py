@@ -60,10 +60,6 @@ class Best:
     """Against the baseline at its best setting, paired by seed; None for the baseline itself."""
     seeds_needed: int | None
     """Seeds with which that test would find a difference of `EFFECT`; None where unknown."""
-    tokens_to_baseline: float | None
-    """Tokens after which the mean curve comes down to the baseline's final loss; None if never."""
-    seconds_to_baseline: float | None
-    """Time of the steps on these tokens."""
     speed_up: Interval | None
     """How many times fewer tokens it needs than the baseline, see `_speed_up`."""
     line: Line
@@ -266,35 +262,19 @@ def _best(
     curves = [dataclasses.replace(r.curve, step_time_s=step_time_s) for r in ours if r.curve]
     logged = tuple(_logged(result, contender, workdir) for result in ours)
     line = Line(name=contender.name, curves=tuple(curves), logged=logged)
-    tokens = seconds = gain = test = needed = None
-    if baselines:
-        positions, losses = line.points
-        # By the same sum as the baseline's own curve, which so ends exactly there. Where seeds are
-        # missing, of those that both have.
-        shared = {r.cell.seed for r in ours} & {r.cell.seed for r in baselines}
-        reference = Line(
-            name="", curves=tuple(r.curve for r in baselines if r.curve and r.cell.seed in shared)
-        )
-        losses = losses[[r.cell.seed in shared for r in ours]]
-        if shared:
-            target = float(reference.points[1].mean(axis=0)[-1])
-            tokens = first_crossing(positions.tolist(), losses.mean(axis=0).tolist(), target)
-        if tokens is not None and step_time_s is not None:
-            seconds = tokens / contender.config.tokens_per_step * step_time_s
-        if contender.name != baselines[0].cell.contender:
-            theirs = {r.cell.seed: r.loss for r in baselines}
-            pairs = [(r.loss, theirs[r.cell.seed]) for r in ours if r.cell.seed in theirs]
-            test = paired_test([a for a, _ in pairs], [b for _, b in pairs])
-            needed = seeds_needed([a - b for a, b in pairs], EFFECT)
-            gain = _speed_up(ours, baselines)
+    gain = test = needed = None
+    if baselines and contender.name != baselines[0].cell.contender:
+        theirs = {r.cell.seed: r.loss for r in baselines}
+        pairs = [(r.loss, theirs[r.cell.seed]) for r in ours if r.cell.seed in theirs]
+        test = paired_test([a for a, _ in pairs], [b for _, b in pairs])
+        needed = seeds_needed([a - b for a, b in pairs], EFFECT)
+        gain = _speed_up(ours, baselines)
     return Best(
         setting=search.best,
         losses={r.cell.seed: r.loss for r in ours},
         loss=mean_interval([r.loss for r in ours]),
         test=test,
         seeds_needed=needed,
-        tokens_to_baseline=tokens,
-        seconds_to_baseline=seconds,
         speed_up=gain,
         line=line,
     )

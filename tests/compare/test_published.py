@@ -6,6 +6,7 @@ import pytest
 
 from maxmars.compare import tables
 from maxmars.compare.grids import value_of, with_values
+from maxmars.compare.report import print_report
 from maxmars.compare.statistics import Interval
 from maxmars.compare.summary import Outcome, Summary, summarize
 
@@ -70,6 +71,14 @@ def test_the_table_of_the_first_page(summaries):
     for summary in summaries.values():
         losses = (interval(outcome.best.loss) for outcome in summary.outcomes)
         assert f"M tokens | {' | '.join(losses)} |" in page
+
+
+def test_the_printed_table_loses_no_digit(summaries, capsys):
+    print_report(summaries, Path("out"))
+    printed = capsys.readouterr().out.splitlines()
+    for outcome in (outcome for summary in summaries.values() for outcome in summary.outcomes):
+        start, end = f"{outcome.contender.name} ", f" {1000 * outcome.step_time_s:.1f}"
+        assert [line for line in printed if line.startswith(start) and line.rstrip().endswith(end)]
 
 
 PAIRS = ("muon mars", "soap mars", "nadamw adamw", "nadamw mars", "muon mars_m", "soap mars_m")

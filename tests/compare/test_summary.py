@@ -4,7 +4,6 @@ import dataclasses
 import math
 import re
 
-import numpy as np
 import pytest
 import scipy.stats
 from made_up import cell_result, change_comparison
@@ -85,17 +84,6 @@ def test_every_pair_is_tested_with_holms_method_over_all_pairs(tmp_path):
     assert SEVERAL not in page
 
 
-def test_with_many_seeds_the_baseline_ends_at_its_own_loss(tmp_path):
-    """NumPy sums eight numbers in another order than the points of eight curves."""
-    rng, losses = np.random.default_rng(0), np.zeros(8)
-    while not np.mean(losses) < np.stack([losses, losses], axis=1).mean(axis=0)[1]:
-        losses = rng.uniform(2, 3, 8)
-    write(tmp_path, {"a": losses.tolist(), "b": (losses - 0.1).tolist()}, num_seeds=8)
-    a, b = (outcome.best for outcome in summary_of(tmp_path).outcomes)
-    assert a.tokens_to_baseline == 100
-    assert b.tokens_to_baseline == pytest.approx(100 * (6 - losses.mean()) / (6.1 - losses.mean()))
-
-
 def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
     write(tmp_path, {"a": (3.0, 2.0, None), "b": (2.9, None, 5.0)})
     a, b = (outcome.best for outcome in summary_of(tmp_path).outcomes)
@@ -109,6 +97,20 @@ def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
     assert a.speed_up.mean == pytest.approx(1 / gain.mean)
 
 
+def test_the_time_speed_up_counts_the_dearer_step(tmp_path, capsys):
+    write(tmp_path, {"a": (3.0,), "b": (2.0,), "c": (4.5,)}, num_seeds=1)
+    write_result(dataclasses.replace(made_up("b", 0, 2.0), step_time_s=0.2), tmp_path)
+    write_result(dataclasses.replace(made_up("c", 0, 4.5), step_time_s=0.07), tmp_path)
+    cli.main(["report", str(tmp_path)])
+    printed, page = capsys.readouterr().out, (tmp_path / "report.md").read_text()
+    for name, tokens, seconds in (("a", "–", "–"), ("b", "1.33", "0.67"), ("c", "0.50", "0.71")):
+        row, *_ = re.findall(rf"^{name} .*", printed, re.MULTILINE)
+        assert row.replace("x", "").split()[-3:-1] == [tokens, seconds]
+        assert re.search(rf"\| {name} .* \| {tokens} \| {seconds} \| 0 of 1 \|\n", page)
+    write_result(dataclasses.replace(made_up("a", 0, 3.0), step_time_s=None), tmp_path)
+    assert "| 1.33 | – |" in page_of(tmp_path)  # no step of the baseline was timed
+
+
 def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp_path):
     write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (2.9, 3.0, None), "c": (2.8, 2.9, 3.4)})
     summary = summary_of(tmp_path)
@@ -118,8 +120,7 @@ def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp
         ("c", "b"),  # of the first two, though its mean of three is higher
     }
     _, b, _ = summary.outcomes
-    reached = 100 * (6 - 3.05) / (6 - 2.95)  # of the first two seeds; the curves are lines
-    assert b.best.tokens_to_baseline == pytest.approx(reached)
+    assert b.best.speed_up.mean == pytest.approx(math.sqrt((6 - 2.9) / (6 - 3.1)))  # of these two
 
 
 def test_what_diverged_so_far_has_not_diverged_at_every_setting(tmp_path):
