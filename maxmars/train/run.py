@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
-from maxmars.config import TrainConfig, differences, to_dict
+from maxmars.config import ModuleConfig, TrainConfig, differences, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.user_code import sources_in
 from maxmars.data.batches import (
@@ -49,7 +49,7 @@ from maxmars.distributed.workdir import (
 )
 from maxmars.eval.hellaswag import HellaSwagInLoop
 from maxmars.eval.own_evaluation import OwnInLoop
-from maxmars.eval.validation import make_eval_step, validation_loss
+from maxmars.eval.validation import make_eval_step, sees_later_tokens, validation_loss
 from maxmars.model.parameters import Parameters
 from maxmars.train.agreement import check_agreement
 from maxmars.train.auto import (
@@ -442,6 +442,13 @@ def make_evaluations(
         def measure_loss(
             params: Any, before_batch: Callable[[], None]
         ) -> tuple[dict[str, float], str]:
+            if isinstance(config.model, ModuleConfig):
+                before_batch()
+                if sees_later_tokens(eval_step, mesh, params, next(iter(batches))):
+                    raise ValueError(
+                        f"model.make={config.model.make!r}: the loss of a token depends on tokens "
+                        "after it, which it is to predict; mask them, in attention and elsewhere."
+                    )
             loss = validation_loss(eval_step, mesh, params, batches, before_batch).loss
             return {"eval/loss": loss}, f"validation loss {loss:.4f} nats a token"
 

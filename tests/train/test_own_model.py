@@ -535,6 +535,13 @@ class Joined(Plain):
 
 joined = of(Joined)
 
+class LooksAhead(Plain):
+    def __call__(self, tokens, segment_ids=None, positions=None):
+        x = super().__call__(tokens)
+        return x + x.mean(1, keepdims=True)
+
+looks_ahead = of(LooksAhead)
+
 # Each of these is wrong in one way.
 
 def needs_more(*, rngs, vocab_size, max_seq_len, width):
@@ -662,6 +669,14 @@ def test_a_model_that_joins_rows_is_the_same_on_a_mesh(tmp_path, plain):
         state, _ = step(init_train_state(config, step.parameters), batch_of(step, tokens))
         losses.append(float(step(state, batch_of(step, tokens))[1]["train/loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=2e-6)
+
+
+@pytest.mark.seconds
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(tmp_path, plain):
+    config = own_config(tmp_path, eval=EvalConfig(every=2, num_windows=16, batch_size=16))
+    with refused(ValueError, "looks_ahead"):
+        train(dataclasses.replace(config, model=plain("looks_ahead")), tmp_path / "run")
+    assert train(dataclasses.replace(config, model=plain("make")), tmp_path / "other").done
 
 
 def test_a_tied_module_has_the_loss_and_gradient_of_one_that_looks_up_by_itself(plain):
