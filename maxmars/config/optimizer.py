@@ -39,16 +39,40 @@ class UpdateRule:
     """Whether it needs whole matrices."""
 
 
-def _one_rule(config: Any, kind: Kind) -> UpdateRule:
-    """The rule of an optimizer that has one, and decays the matrices of linear layers alone."""
-    name = type(config).__name__.removesuffix("Config").lower()
-    return UpdateRule(name=name, weight_decay=config.weight_decay if kind == "matrix" else 0.0)
+@dataclass(frozen=True, kw_only=True)
+class DecayedConfig(CheckedConfig):
+    """An optimizer with one rule, which decays the matrices of linear layers alone; those that have
+    several rules override `rule_of`."""
+
+    learning_rate: Positive[float]
+    """Peak learning rate; the schedule multiplies it."""
+    weight_decay: NotNegative[float] = 0.1
+    """Decoupled weight decay of the linear layers' matrices."""
+
+    def rule_of(self, kind: Kind) -> UpdateRule:
+        """What it does with a kind of parameter."""
+        name = type(self).__name__.removesuffix("Config").lower()
+        return UpdateRule(name=name, weight_decay=self.weight_decay if kind == "matrix" else 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewtonSchulzConfig(CheckedConfig):
+class AdamLikeConfig(DecayedConfig):
+    """An optimizer with Adam's two moments."""
+
+    b1: Fraction = 0.9
+    """Decay of the first moment."""
+    b2: Fraction
+    """Decay of the second moment."""
+    eps: Positive[float] = 1e-8
+    """Added to the root of the second moment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewtonSchulzConfig(DecayedConfig):
     """An optimizer that orthogonalises matrices."""
 
+    learning_rate: Positive[float]
+    """Peak learning rate of matrices; the schedule multiplies it."""
     decay_embeddings: bool = False
     """Decay embeddings too, by `weight_decay`."""
     embeddings: Literal["adamw", "orthogonalize"] = "adamw"
@@ -75,62 +99,38 @@ class NewtonSchulzConfig(CheckedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamWConfig(CheckedConfig):
+class AdamWConfig(AdamLikeConfig):
     """AdamW: decay on the matrices of linear layers, none on embeddings, norms and biases."""
 
     learning_rate: Positive[float] = 6e-4
-    """Peak learning rate; the schedule multiplies it."""
-    b1: Fraction = 0.9
-    """Decay of the first moment."""
     b2: Fraction = 0.95
-    """Decay of the second moment."""
-    eps: Positive[float] = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NotNegative[float] = 0.1
-    """Decoupled weight decay of the linear layers' matrices."""
-
-    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class NAdamWConfig(CheckedConfig):
+class NAdamWConfig(AdamLikeConfig):
     """NAdamW: AdamW with Nesterov momentum (optax's). It is a control for MARS, whose correction is
     Nesterov momentum where gamma = 1 - b1."""
 
     learning_rate: Positive[float] = 8e-3
-    """Peak learning rate; the schedule multiplies it."""
     b1: Fraction = 0.95
-    """Decay of the first moment."""
     b2: Fraction = 0.98
-    """Decay of the second moment."""
     eps: Positive[float] = 1e-10
-    """Added to the root of the second moment."""
-    weight_decay: NotNegative[float] = 0.1
-    """Decoupled weight decay of the linear layers' matrices."""
-
-    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdEMAMixConfig(CheckedConfig):
+class AdEMAMixConfig(AdamLikeConfig):
     """AdEMAMix (arXiv 2409.03137): AdamW with a second, slow momentum (optax's)."""
 
     learning_rate: Positive[float] = 1e-3
-    """Peak learning rate; the schedule multiplies it."""
     b1: Fraction = 0.9
     """Decay of the fast momentum."""
     b2: Fraction = 0.999
-    """Decay of the second moment."""
     b3: Fraction = 0.9999
     """Decay of the slow momentum."""
     alpha: NotNegative[float] = 8.0
     """Weight of the slow momentum beside the fast one."""
     mixing_warmup_steps: CountOrZero[int] = 0
     """Steps over which alpha grows from 0, and b3 from b1; the paper takes the whole run."""
-    eps: Positive[float] = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NotNegative[float] = 0.1
-    """Decoupled weight decay of the linear layers' matrices."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,18 +139,16 @@ class AdEMAMixConfig(CheckedConfig):
             f"AdEMAMixConfig.b1={self.b1} must be positive and at most b3={self.b3}.",
         )
 
-    rule_of = _one_rule
-
 
 @dataclass(frozen=True, kw_only=True)
 class MarsConfig(NewtonSchulzConfig):
     """MARS (arXiv 2411.10438): variance reduction on every matrix. Embeddings are matrices in the
     variants adamw and lion, and AdamW's (with the vectors' betas) in shampoo and m."""
 
+    learning_rate: Positive[float] = 6e-3
+    weight_decay: NotNegative[float] = 1e-2
     variant: Literal["adamw", "lion", "shampoo", "m"] = "adamw"
     """MARS-AdamW, MARS-Lion, MARS-Shampoo or MARS-M (arXiv 2510.21800)."""
-    learning_rate: Positive[float] = 6e-3
-    """Peak learning rate of matrices; the schedule multiplies it."""
     b1: Fraction = 0.95
     """Decay of the first moment."""
     b2: Fraction = 0.99
@@ -167,8 +165,6 @@ class MarsConfig(NewtonSchulzConfig):
     memory_efficient: bool = False
     """Keep one buffer in place of momentum and last gradient. Needs clip_threshold None and a
     variant other than adamw."""
-    weight_decay: NotNegative[float] = 1e-2
-    """Decoupled weight decay of the linear layers' matrices."""
     amsgrad: bool = False
     """Divide by the running maximum of the second moment (variant adamw)."""
     last_grad_dtype: Literal["bfloat16", "float32"] | None = None
@@ -210,21 +206,10 @@ class MarsConfig(NewtonSchulzConfig):
 
     def rule_of(self, kind: Kind) -> UpdateRule:
         """What it does with a kind of parameter."""
-        orthogonalizes = self.variant in ("shampoo", "m")
         if kind == "vector" and self.optimize_vectors:
             return UpdateRule(name="mars-lion" if self.variant == "lion" else "mars-adamw")
-        decays = kind == "matrix" or self.decay_embeddings
-        decay = self.weight_decay if decays else 0.0
-        by_adamw = orthogonalizes and kind == "embedding" and self.embeddings == "adamw"
-        if kind == "vector" or by_adamw:
-            return UpdateRule(
-                name="adamw",
-                learning_rate_scale=self.vector_learning_rate_scale,
-                weight_decay=self.vector_weight_decay if kind == "vector" else decay,
-            )
-        return UpdateRule(
-            name=f"mars-{self.variant}", weight_decay=decay, orthogonalizes=orthogonalizes
-        )
+        orthogonalizes = self.variant in ("shampoo", "m")
+        return _rule_beside_adamw(self, kind, f"mars-{self.variant}", orthogonalizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,13 +219,11 @@ class MuonConfig(NewtonSchulzConfig):
     and one rate for all it is Moonlight (arXiv 2502.16982)."""
 
     learning_rate: Positive[float] = 2e-2
-    """Peak learning rate of matrices; the schedule multiplies it."""
+    weight_decay: NotNegative[float] = 0.0
     momentum: Annotated[Fraction, Rule(lambda m: m > 0, "must be greater than zero")] = 0.95
     """Decay of the momentum."""
     nesterov: bool = True
     """Look one step ahead."""
-    weight_decay: NotNegative[float] = 0.0
-    """Decoupled weight decay of the linear layers' matrices."""
     eps: Positive[float] = 1e-8
     """Added to the root of AdamW's second moment."""
     vector_learning_rate_scale: Positive[float] = 0.15
@@ -256,87 +239,75 @@ class MuonConfig(NewtonSchulzConfig):
 
     def rule_of(self, kind: Kind) -> UpdateRule:
         """What it does with a kind of parameter."""
-        decays = kind == "matrix" or self.decay_embeddings
-        decay = self.weight_decay if decays else 0.0
-        if kind == "matrix" or (kind == "embedding" and self.embeddings == "orthogonalize"):
-            return UpdateRule(name="muon", weight_decay=decay, orthogonalizes=True)
+        return _rule_beside_adamw(self, kind, "muon", orthogonalizes=True)
+
+
+def _rule_beside_adamw(
+    config: MarsConfig | MuonConfig, kind: Kind, name: str, orthogonalizes: bool
+) -> UpdateRule:
+    """The rule `name` of matrices and embeddings, but AdamW's of vectors, and of embeddings where
+    only the matrices are orthogonalised."""
+    decays = kind == "matrix" or config.decay_embeddings
+    decay = config.weight_decay if decays else 0.0
+    by_adamw = orthogonalizes and kind == "embedding" and config.embeddings == "adamw"
+    if kind == "vector" or by_adamw:
         return UpdateRule(
             name="adamw",
-            learning_rate_scale=self.vector_learning_rate_scale,
-            weight_decay=self.vector_weight_decay if kind == "vector" else decay,
+            learning_rate_scale=config.vector_learning_rate_scale,
+            weight_decay=config.vector_weight_decay if kind == "vector" else decay,
         )
+    return UpdateRule(name=name, weight_decay=decay, orthogonalizes=orthogonalizes)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LionConfig(CheckedConfig):
+class LionConfig(DecayedConfig):
     """Lion (arXiv 2302.06675): the sign of an interpolated momentum, for every parameter."""
 
     learning_rate: Positive[float] = 1e-4
-    """Peak learning rate; the schedule multiplies it."""
+    weight_decay: NotNegative[float] = 1.0
     b1: Fraction = 0.95
     """Share of the momentum in the update."""
     b2: Fraction = 0.98
     """Decay of the momentum."""
-    weight_decay: NotNegative[float] = 1.0
-    """Decoupled weight decay of the linear layers' matrices."""
-
-    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdoptConfig(CheckedConfig):
+class AdoptConfig(AdamLikeConfig):
     """ADOPT (arXiv 2411.02853): Adam that normalises by the second moment of the step before."""
 
     learning_rate: Positive[float] = 6e-4
-    """Peak learning rate; the schedule multiplies it."""
-    b1: Fraction = 0.9
-    """Decay of the first moment."""
     b2: Fraction = 0.9999
-    """Decay of the second moment."""
     eps: Positive[float] = 1e-6
     """Lower bound of the root of the second moment."""
-    weight_decay: NotNegative[float] = 0.1
-    """Decoupled weight decay of the linear layers' matrices."""
-
-    rule_of = _one_rule
 
 
 @dataclass(frozen=True, kw_only=True)
-class SophiaConfig(CheckedConfig):
+class SophiaConfig(DecayedConfig):
     """Sophia-G (arXiv 2305.14342): momentum over a diagonal Gauss-Newton estimate, clipped. Each
     estimate costs one more gradient, on labels sampled from the model."""
 
     learning_rate: Positive[float] = 6e-4
-    """Peak learning rate; the schedule multiplies it."""
+    weight_decay: NotNegative[float] = 0.2
     b1: Fraction = 0.965
     """Decay of the momentum."""
     b2: Fraction = 0.99
     """Decay of the Gauss-Newton estimate."""
     rho: Positive[float] = 0.05
     """Scale of the estimate: smaller clips more of the update."""
-    weight_decay: NotNegative[float] = 0.2
-    """Decoupled weight decay of the linear layers' matrices."""
     update_hessian_every: Count[int] = 10
     """Updates between estimates."""
 
-    rule_of = _one_rule
-
 
 @dataclass(frozen=True, kw_only=True)
-class SoapConfig(CheckedConfig):
+class SoapConfig(AdamLikeConfig):
     """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner on the linear
     layers' matrices, AdamW on embeddings, norms and biases."""
 
     learning_rate: Positive[float] = 3e-3
-    """Peak learning rate; the schedule multiplies it."""
+    weight_decay: NotNegative[float] = 0.01
     b1: Fraction = 0.95
-    """Decay of the first moment."""
     b2: Fraction = 0.95
     """Decay of the second moment and of the preconditioner."""
-    eps: Positive[float] = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NotNegative[float] = 0.01
-    """Decoupled weight decay of the linear layers' matrices."""
     precondition_frequency: Count[int] = 10
     """Updates between new eigenbases."""
     max_precondition_dim: Positive[int] = 2048

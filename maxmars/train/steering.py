@@ -70,7 +70,7 @@ def open_order(workdir: Workdir, steering: Steering, config: TrainConfig) -> Ord
         config, num_steps=1, eval=EvalConfig(), checkpoint=CheckpointConfig(), log=LogConfig()
     )
     fields = dataclasses.asdict(steering)
-    text = json.dumps([fields, to_dict(defining)])
+    text = json.dumps([fields, to_dict(defining)], sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def asked() -> str:
