@@ -150,8 +150,7 @@ def train(
 
             # Stop before an evaluation, as there may be little time left to save; the same command
             # makes the evaluation. Evaluate before a save, which deletes older checkpoints but the
-            # best. While steps are skipped nothing is saved: each save may delete an
-            # older, better checkpoint.
+            # best. While steps are skipped nothing is saved, as it may delete a better one.
             if stop:
                 break
             if not _evaluate(run, due, stops):  # stopped within it

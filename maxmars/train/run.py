@@ -438,17 +438,20 @@ def make_evaluations(
                 f"eval.num_windows={config.eval.num_windows}; all are scored."
             )
         eval_step = make_eval_step(config.model, mesh)
+        is_checked = not isinstance(config.model, ModuleConfig)
 
         def measure_loss(
             params: Any, before_batch: Callable[[], None]
         ) -> tuple[dict[str, float], str]:
-            if isinstance(config.model, ModuleConfig):
+            nonlocal is_checked
+            if not is_checked:
                 before_batch()
                 if sees_later_tokens(eval_step, mesh, params, next(iter(batches))):
                     raise ValueError(
                         f"model.make={config.model.make!r}: the loss of a token depends on tokens "
                         "after it, which it is to predict; mask them, in attention and elsewhere."
                     )
+                is_checked = True
             loss = validation_loss(eval_step, mesh, params, batches, before_batch).loss
             return {"eval/loss": loss}, f"validation loss {loss:.4f} nats a token"
 
