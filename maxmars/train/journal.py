@@ -18,16 +18,13 @@ and `before`. Besides,
   the data that the session has, `command`, `config`, `data` (their digest), `environment`,
   `init_from` (the origin of the run's weights; None for random ones), `order` (see `steering.py`)
   and `earlier`, which says that the steps before have the records of an older maxmars;
-* `saved` has `digest`, `position`, `tokens` and `metrics`, a digest of the metrics since the line
-  before;
+* `saved` has `digest`, `position`, `tokens` and `metrics`, a `Mark` of the metrics so far;
 * `ended` has `done` (all steps and evaluations are made) and `metrics`.
 """
 
 from __future__ import annotations
 
-import bisect
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
@@ -40,14 +37,12 @@ from typing import Any
 from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
 from maxmars.config import differences
 from maxmars.distributed import processes
-from maxmars.distributed.files import LineFile, Workdir, json_number, read_json
+from maxmars.distributed.files import LineFile, Workdir, read_json
 from maxmars.distributed.workdir import JOURNAL, METRICS, OLD_ORIGIN
 from maxmars.train.clock import Clock
+from maxmars.train.metrics import Mark
 
 _LOGGER = logging.getLogger(__name__)
-
-Metric = tuple[int, str, Any]
-"""Step, key and value as in `metrics.jsonl`."""
 
 ACTIVITIES = {
     "steps": "steps that count",
@@ -71,6 +66,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
       clock: of this process.
       began: the fields of the line `began`; without `init_from` it is that of earlier sessions.
       checkpoint: the hash in the checkpoint that was restored; None without one.
+      mark: says which metrics the run has recorded so far.
       may_write: see `files.LineFile`.
     """
 
@@ -81,17 +77,16 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         began: Mapping[str, Any],
         *,
         checkpoint: str | None = None,
+        mark: Callable[[], Mark] = Mark,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
         self._workdir, self._path = workdir, workdir / JOURNAL
         self._clock, self._may_write = clock, may_write
-        self._began = {"start": clock.start, **began}
-        self._checkpoint = checkpoint
+        self._began: dict[str, Any] = {"start": clock.start, **began}
+        self._checkpoint, self._mark = checkpoint, mark
         self._earlier = read_journal(workdir) if processes.is_primary() else []
         self._sessions = sessions_of(self._earlier)
         self._last = self._earlier[-1] if self._earlier else None
-        self._from_step = began["step"]  # from here on the next line vouches for the metrics
-        self._metrics: list[Metric] = []
         self._file: LineFile | None = None
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -102,17 +97,15 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         if not processes.is_primary():
             return
         self._compare(rows)
-        step = self._from_step
-        self._metrics = [metric for metric in metrics_of(rows) if metric[0] == step]
         self._file = LineFile(self._path, self._may_write)
         if "init_from" not in self._began:
             self._began["init_from"] = origin(self._workdir, self._earlier)
-        self._write("began", step, self._began)
+        self._write("began", self._began["step"], self._began)
 
     def _compare(self, rows: Sequence[Mapping[str, Any]]) -> None:
         if self._checkpoint is None:
             return
-        step, told = self._from_step, lines_to(self._earlier, self._checkpoint)
+        step, told = self._began["step"], lines_to(self._earlier, self._checkpoint)
         if told is None or broken_links(self._earlier):
             _LOGGER.warning(
                 "%s lacks lines of step %d or before; the run goes on, and `maxmars audit` will "
@@ -138,21 +131,15 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 last,
             )
 
-    def add(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """The run has recorded these metrics."""
-        if self._file is not None:
-            self._metrics += [(step, key, json_number(value)) for key, value in metrics.items()]
-
     def saved(self, step: int, digest: str, position: int, tokens: int) -> str | None:
         """A checkpoint of this state is about to be written; the hash to store in it."""
-        metrics = digest_of_metrics(self._metrics, "saved", self._from_step, step)
+        metrics = self._mark()._asdict()
         fields = {"digest": digest, "position": position, "tokens": tokens, "metrics": metrics}
         return self._write("saved", step, fields)
 
     def ended(self, step: int, *, done: bool) -> str | None:
         """The session ends in order, with the state that it saved last or began with."""
-        metrics = digest_of_metrics(self._metrics, "ended", self._from_step, step)
-        return self._write("ended", step, {"done": done, "metrics": metrics})
+        return self._write("ended", step, {"done": done, "metrics": self._mark()._asdict()})
 
     def sessions(self, step: int, *, done: bool = False) -> list[Session]:
         """All of the run, the last of which is this one, as it stands at `step`."""
@@ -174,8 +161,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         }
         self._file.write(json.dumps(line))
         self._file.sync()  # a checkpoint in a bucket is not to be there before its line
-        self._metrics = [metric for metric in self._metrics if metric[0] >= step]
-        self._last, self._from_step = line, step
+        self._last = line
         return hash_of(line)
 
     def __exit__(self, *_: object) -> None:
@@ -311,38 +297,14 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: spent / total for name, spent in seconds.items()}
 
 
-# --- what the lines vouch for ---------------------------------------------------------------------
-
-
-def metrics_of(rows: Iterable[Mapping[str, Any]]) -> list[Metric]:
-    """The metrics in lines of `metrics.jsonl`."""
-    return [(row["step"], key, row[key]) for row in rows for key in row if key != "step"]
-
-
-def digest_of_metrics(metrics: Iterable[Metric], kind: str, first: int, last: int) -> str:
-    """SHA-256, in hex, over the metrics that a line of this kind vouches for.
-
-    These are the training metrics of the steps after `first` up to `last`, and the evaluations from
-    step `first` on to the one before `last`: that of step `last` comes after the save. The end of a
-    session vouches for it.
-    """
-
-    def counts(step: int, key: str) -> bool:
-        if key.startswith("eval/"):
-            return first <= step < last or (kind == "ended" and step == last)
-        return key.startswith("train/") and first < step <= last
-
-    chosen = sorted((metric for metric in metrics if counts(metric[0], metric[1])), key=str)
-    return hashlib.sha256(json.dumps(chosen).encode()).hexdigest()
-
-
 def unvouched(
     rows: Iterable[Mapping[str, Any]], lines: Sequence[Line], checkpoint: str
 ) -> list[tuple[int, int]]:
-    """First and last step of the metrics, line by line, that are not what the journal vouches for.
+    """First and last step between which metrics are not those that the journal vouches for.
 
-    The evaluations of the step of the newest checkpoint may come after it, also from a session that
-    went on from there: what counts is how the last of these sessions ended.
+    A run only appends to its metrics, or continues after some of them. So each line of its
+    trajectory vouches for a beginning of the file, and so does the end of a session at its newest
+    checkpoint, which may have made the evaluations of that step.
 
     Args:
       rows: lines of `metrics.jsonl`.
@@ -352,22 +314,19 @@ def unvouched(
     told = lines_to(lines, checkpoint)
     if told is None:
         return []
-    pairs = list(itertools.pairwise(trajectory(told)))
-    newest, end = told[-1], None
-    for line in lines[len(told) :]:
-        if line["kind"] == "began" and line["step"] == newest["step"]:
-            end = None
-        elif line["kind"] == "ended" and line["step"] == newest["step"]:
-            end = line
-    pairs += [(newest, end)] if end is not None else []
-    metrics = sorted(metrics_of(rows), key=lambda metric: metric[0])
-    steps = [step for step, _, _ in metrics]
-    ranges = []
-    for before, line in pairs:
-        if line["kind"] == "began":
-            continue
-        first, last = before["step"], line["step"]
-        between = metrics[bisect.bisect_left(steps, first) : bisect.bisect_right(steps, last)]
-        if digest_of_metrics(between, line["kind"], first, last) != line["metrics"]:
-            ranges.append((first, last))
+    newest, later = told[-1]["step"], lines[len(told) :]
+    ends = [line for line in later if line["kind"] == "ended" and line["step"] == newest]
+    marks, mark = [Mark()], Mark()
+    for row in rows:
+        mark = mark.after(row)
+        marks.append(mark)
+    ranges, first, was_same = [], 0, True
+    for line in [*trajectory(told), *ends]:
+        if isinstance(line.get("metrics"), dict):  # others are a digest of an older maxmars
+            vouched = Mark(**line["metrics"])
+            is_same = vouched.lines < len(marks) and marks[vouched.lines] == vouched
+            if was_same and not is_same:
+                ranges.append((first, line["step"]))
+            was_same = is_same
+        first = line["step"]
     return ranges

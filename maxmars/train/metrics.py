@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxmars.distributed import processes
 from maxmars.distributed.files import LineFile, Workdir, json_number, read_json_lines, write_text
 from maxmars.distributed.workdir import METRICS
 from maxmars.train.trackers import Trackers
+
+
+class Mark(NamedTuple):
+    """So many lines of metrics, and what they say: the SHA-256 of the last one after the mark
+    before it."""
+
+    lines: int = 0
+    sha256: str = ""
+
+    def after(self, line: Mapping[str, Any]) -> Mark:
+        """With one line more."""
+        text = f"{self.sha256}\n{json.dumps(line)}"
+        return Mark(self.lines + 1, hashlib.sha256(text.encode()).hexdigest())
 
 
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
@@ -28,22 +42,22 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         tokens: Callable[[int], int] | None = None,
         may_write: Callable[[], None] = lambda: None,
         trackers: Trackers | None = None,
-        on_write: Callable[[int, Mapping[str, Any]], None] = lambda step, metrics: None,
     ) -> None:
         """Open the file of a run that continues after `resume_step` steps.
 
         Lines of later steps, which the run is about to write again, are dropped; at step 0 all are.
         `tokens` says how many the run has trained on after a step, which each line then has. For
-        `may_write` see `files.LineFile`. The `trackers` and `on_write` get each line too; the
-        trackers are closed.
+        `may_write` see `files.LineFile`. The `trackers` get each line too, and are closed.
         """
-        self._tokens, self._on_write = tokens, on_write
+        self._tokens = tokens
         self._lines: LineFile | None = None
         self._trackers = trackers or Trackers({}, lambda text: None)
         self.kept: list[dict[str, Any]] = []
         """The lines that were there, in the primary process."""
         self.last: dict[str, tuple[int, Any]] = {}
         """Step and value of the newest line with each key, in the primary process."""
+        self.mark = Mark()
+        """Of all lines, in the primary process."""
         if processes.is_primary():
             path = workdir / METRICS
             lines = read_metrics(workdir) if resume_step else []
@@ -51,6 +65,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
             if path.exists():
                 write_text(path, "".join(json.dumps(line) + "\n" for line in self.kept))
             self.last = {key: (line["step"], line[key]) for line in self.kept for key in line}
+            for line in self.kept:
+                self.mark = self.mark.after(line)
             self._lines = LineFile(path, may_write)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -60,8 +76,8 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         if self._lines is not None:
             line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
             self._lines.write(json.dumps(line, allow_nan=False))
+            self.mark = self.mark.after(line)
             self.last |= {key: (step, value) for key, value in line.items()}
-        self._on_write(step, metrics)
         self._trackers.each(lambda tracker: tracker.write(step, metrics))
 
     def sync(self) -> None:

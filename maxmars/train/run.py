@@ -385,8 +385,6 @@ def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> No
     }
     if saved is None:  # a run that goes on has the origin of its first session
         began["init_from"] = None if run.initial is None else run.initial.origin
-    run.journal = Journal(workdir, run.clock, began, checkpoint=told, may_write=owner)
-    stack.enter_context(run.journal)
     run.writer = MetricsWriter(
         workdir,
         first_step,
@@ -399,9 +397,17 @@ def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> No
             steered=run.order is not None,
             log=run.progress.message,
         ),
-        on_write=run.journal.add,
     )
     stack.enter_context(run.writer)
+    run.journal = Journal(
+        workdir,
+        run.clock,
+        began,
+        checkpoint=told,
+        mark=lambda: run.writer.mark,
+        may_write=owner,
+    )
+    stack.enter_context(run.journal)
     losses = processes.from_primary(list(validation_losses(run.writer.kept).items()))
     run.checkpointer.evaluated(dict(losses))
 
