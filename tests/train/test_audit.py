@@ -104,6 +104,13 @@ def another_evaluation(workdir):
     return "metrics.jsonl is not what was recorded of step 6"
 
 
+def another_speed(workdir):
+    path = workdir / "metrics.jsonl"
+    number = line_with(path, "perf/tokens_per_sec", 3)
+    edit(path, number, lambda row: [row | {"perf/tokens_per_sec": 1e9}])
+    return "metrics.jsonl is not what was recorded between steps 2 and 4"
+
+
 def a_double_step(workdir):
     path = workdir / "metrics.jsonl"
     edit(path, line_with(path, "train/loss", 5), lambda row: [row, row])
@@ -163,6 +170,7 @@ def no_journal(workdir):
     [
         another_loss,
         another_evaluation,
+        another_speed,
         a_double_step,
         another_name,
         arrays_of_another_step,
