@@ -65,8 +65,8 @@ class PlanArguments(ConfigArguments):
     """Search for the cheapest rematerialisation and the largest microbatch that fit in so many GB a
     chip; `chip` is what JAX gives to programs, a TPU's whole memory, three quarters of a GPU's."""
     faster: bool = True
-    """Also compile the step for one or two other meshes, fewer microbatches and, where `remat` was
-    set, its other policies, and name what is over 5 % faster."""
+    """Also compile the step for one or two other meshes, fewer microbatches, matrices owned over
+    `data` and, where `remat` was set, its other policies, and name what is over 5 % faster."""
 
 
 def run(argv: list[str]) -> int:
