@@ -37,8 +37,9 @@ class GPT2Config(CheckedConfig):
     """Type of the parameters. float64 (for reference runs) needs JAX_ENABLE_X64=1."""
     compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = "bfloat16"
     """Type of matrix products; norms, logits, softmax and loss use float32 at least. auto takes
-    bfloat16 on accelerators and float32 on CPUs; a run that continues keeps its type. Products of
-    float32 are exact on accelerators only where JAX_DEFAULT_MATMUL_PRECISION is highest."""
+    bfloat16 on accelerators and float32 on CPUs; a run that continues keeps its type. On
+    accelerators, products of float32 round their operands to bfloat16 or TF32 unless the
+    environment variable JAX_DEFAULT_MATMUL_PRECISION is highest."""
     residual_dtype: Literal["float32"] | None = None
     """Type of the residual stream, which each branch adds to. None is `compute_dtype`; float32 (at
     least) is what PyTorch's autocast leaves it in. It makes what `remat` keeps of each layer

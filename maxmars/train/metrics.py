@@ -15,8 +15,8 @@ from maxmars.train.trackers import Trackers
 
 
 class Mark(NamedTuple):
-    """So many lines of metrics, and what they say: the SHA-256 of the last one after the mark
-    before it."""
+    """The first lines of the metrics: how many, and a chain of SHA-256, in hex, of each line behind
+    the digest of those before it."""
 
     lines: int = 0
     sha256: str = ""

@@ -149,8 +149,8 @@ class _TensorBoard:
 class _WeightsAndBiases:
     """A run of W&B, the same for all starts of ours until it is steered by hand.
 
-    It ignores steps that it has had before, which are the same bit by bit when they are made again,
-    but not after `--rewind`.
+    It ignores steps that it has had before. When they are made again they are the same bit by bit,
+    unless the run was steered.
     """
 
     def __init__(
