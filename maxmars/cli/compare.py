@@ -23,7 +23,7 @@ from maxmars.cli.parse import (
     parse_arguments,
     parse_options,
 )
-from maxmars.config import Source, TrainConfig
+from maxmars.config import OptaxConfig, Source, TrainConfig
 from maxmars.config.checks import CheckedConfig, Positive, UsageError
 from maxmars.config.comparison import ComparisonConfig, SearchConfig
 from maxmars.config.load import load_comparison
@@ -466,7 +466,29 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
             raise UsageError(f"{name}: {error}") from error
         swept = tuple(grid for grid in made if grid is not None)
         contenders.append(Contender(name=name, config=each, grids=swept))
+    most = max(len(contender.grids) for contender in contenders)
+    for contender in contenders:
+        tuned = [grid.field for grid in contender.grids]
+        if lacking := [field for field in config.tune if field not in tuned]:
+            way_out = _way_out(contender.config, tuned, lacking) if len(tuned) < most else ""
+            print(
+                f"maxmars: {contender.name} lacks {', '.join(lacking)}: it is tuned over "
+                f"{', '.join(tuned) or 'nothing'}.{way_out}",
+                file=sys.stderr,
+            )
     return tuple(contenders)
+
+
+def _way_out(config: TrainConfig, tuned: Sequence[str], lacking: Sequence[str]) -> str:
+    """How a contender that is tuned over fewer fields than others gets as many."""
+    from maxmars.compare.grids import fields_of
+
+    if isinstance(config.optimizer, OptaxConfig):
+        make = Source.of(config.optimizer.make)
+        given = ", ".join(f"{field}=NUMBER" for field in lacking)
+        return f" To tune it too, give {make.function} of {make.file} the keyword defaults {given}."
+    others = [field for field in fields_of(config) if field not in tuned]
+    return f" To tune it as much as others, add some of its own to --tune: {', '.join(others)}."
 
 
 def _starts(

@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import io
+import itertools
 import re
 import shlex
 import sys
@@ -26,6 +27,7 @@ from maxmars.cli.values import VALUES
 from maxmars.config.checks import CheckedConfig, RuleError, UsageError
 from maxmars.config.load import choices_of, find_config, load_config, named_configs
 from maxmars.config.train import TrainConfig
+from maxmars.config.user_code import Source
 
 HELP = ("-h", "--help", "--help-all")
 _MARKERS = (tyro.conf.AvoidSubcommands,)  # the config file decides which optimizer, not a word
@@ -81,11 +83,24 @@ def parse_arguments(
         # The words after CONFIG stay where they are, as values of the option before them.
         [word for index, word in enumerate(argv) if index not in indices[:1]],
         prog=f"{prog} {shlex.quote(spec) if indices else 'CONFIG'}",
-        default=arguments(config=load_config(spec, choices)),
+        default=arguments(config=load_config(spec, choices, _value_in(argv, "--optimizer.make"))),
         switches=False,
         about=about,
         meant=functools.partial(choice_meant, prog, spec),
     )
+
+
+def _value_in(argv: Sequence[str], flag: str) -> str | None:
+    """The value that a command line gives an option whose value decides which options there are;
+    None if it gives none, or none that parsing accepts."""
+    value = None
+    for word, following in itertools.pairwise([*argv, ""]):
+        name, equals, given = word.partition("=")
+        if name == flag:
+            value = given if equals else following
+    with contextlib.suppress(ValueError):
+        return value and Source.parse(value).written
+    return None
 
 
 def choice_meant(prog: str, spec: str, word: str, value: str | None) -> str:

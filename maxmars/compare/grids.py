@@ -1,8 +1,9 @@
 """The fields that a comparison tunes, and the values that it may try of each.
 
 A field has its name in the optimizer's config (`learning_rate`, `b1`, `gamma`); `warmup` is
-`schedule.warmup_steps`, and numbers among the options of an optimizer of the user's own are fields
-too. A contender whose optimizer lacks a field is tuned over the others.
+`schedule.warmup_steps`, and numbers among the options of an optimizer of the user's own, such as
+keyword defaults of its function, are fields too. A contender whose optimizer lacks a field is tuned
+over the others.
 """
 
 from __future__ import annotations
@@ -49,6 +50,14 @@ def value_of(config: TrainConfig, field: str) -> Number | None:
     else:
         value = getattr(optimizer, field, None)
     return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def fields_of(config: TrainConfig) -> list[str]:
+    """The fields of a contender that can be tuned."""
+    optimizer = config.optimizer
+    names = [field.name for field in dataclasses.fields(optimizer)]
+    names += optimizer.options if isinstance(optimizer, OptaxConfig) else []
+    return [name for name in [*names, WARMUP] if value_of(config, name) is not None]
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Number]) -> TrainConfig:

@@ -23,7 +23,8 @@ from typing import Any, Literal
 from maxmars.config.checks import UsageError, kinds_of
 from maxmars.config.comparison import ComparisonConfig
 from maxmars.config.errors import in_words
-from maxmars.config.train import TrainConfig
+from maxmars.config.optimizer import OptaxConfig
+from maxmars.config.train import TrainConfig, with_own_defaults
 from maxmars.config.user_code import Source, import_file, relative_to, with_sources
 
 _ROOM = Path(__file__).parent
@@ -61,13 +62,17 @@ def find_config(spec: str) -> tuple[Path, str]:
     return path, choices
 
 
-def load_config(spec: str, choices: Mapping[str, str] = MappingProxyType({})) -> TrainConfig:
+def load_config(
+    spec: str, choices: Mapping[str, str] = MappingProxyType({}), make: str | None = None
+) -> TrainConfig:
     """Load the config that `NAME[:choice=value,...]` or `path/to/file.py[:...]` names.
 
     Args:
       spec: CONFIG, as it is typed.
       choices: further choices, by name. The file of a function is relative to the working
         directory, here as in `spec`.
+      make: function in place of that of the config's `OptaxConfig`, whose defaults are then the
+        options that the config file does not give; None leaves it.
 
     Raises:
       UsageError: the file, its `get_config`, a choice or a value does not exist, the choices do not
@@ -76,8 +81,10 @@ def load_config(spec: str, choices: Mapping[str, str] = MappingProxyType({})) ->
     path, text = find_config(spec)
     get_config = _get_config(path)
     config = _called(path, get_config, _chosen(path, text, choices, get_config), TrainConfig)
-    # A constant of a file that did not run again has the digest of then.
-    return with_sources(config, Source.as_it_is)
+    if make is not None and isinstance(config.optimizer, OptaxConfig):
+        optimizer = dataclasses.replace(config.optimizer, make=make)
+        config = dataclasses.replace(config, optimizer=optimizer)
+    return _with_present_code(config)
 
 
 def load_comparison(
@@ -94,8 +101,14 @@ def load_comparison(
     arguments = _chosen(path, text, choices, get_comparison)
     comparison = _called(path, get_comparison, arguments, ComparisonConfig)
     configs = comparison.contenders.items()
-    contenders = {name: with_sources(config, Source.as_it_is) for name, config in configs}
+    contenders = {name: _with_present_code(config) for name, config in configs}
     return dataclasses.replace(comparison, contenders=contenders)
+
+
+def _with_present_code(config: TrainConfig) -> TrainConfig:
+    """A config with the digests of the user's files as they are now, since a constant of a config
+    file that did not run again has those of then; and with the defaults of an own optimizer."""
+    return with_own_defaults(with_sources(config, Source.as_it_is))
 
 
 def _called(path: Path, function: Callable[..., Any], arguments: dict[str, Any], kind: type) -> Any:

@@ -6,6 +6,7 @@ Fields named `vector_*` concern norms and biases; embeddings follow the class's 
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -19,7 +20,7 @@ from maxmars.config.checks import (
     Rule,
     require,
 )
-from maxmars.config.user_code import Source, with_tuples
+from maxmars.config.user_code import Source, keyword_defaults, with_tuples
 
 Kind = Literal["matrix", "embedding", "vector"]
 """What a parameter is: the kernel of a linear layer, an embedding, or a norm's scale or a bias."""
@@ -344,7 +345,8 @@ class OptaxConfig(CheckedConfig):
     may also return a pair: the transformation, and `evaluation_params(opt_state, params)`, which
     names the parameters that are evaluated, kept as the best and exported."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the function, JSON values."""
+    """Further arguments of the function, JSON values. A run adds the function's own defaults, as
+    far as its file writes them as numbers, text, True or False."""
     learning_rate: Positive[float]
     """Peak learning rate; the schedule multiplies it."""
 
@@ -354,6 +356,12 @@ class OptaxConfig(CheckedConfig):
         super().__post_init__()
         options = with_tuples(self.options, "OptaxConfig.options")
         object.__setattr__(self, "options", options)
+
+    def with_defaults(self) -> OptaxConfig:
+        """The config whose options have the defaults of the function's keyword arguments too, so
+        that they are recorded, changed by the command line and tuned."""
+        defaults = keyword_defaults(Source.of(self.make), ("matrix_specs", "mesh", "type"))
+        return dataclasses.replace(self, options=defaults | self.options)
 
     def rule_of(self, kind: Kind) -> UpdateRule:
         """Its own one; what decays how, only the function knows."""

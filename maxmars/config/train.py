@@ -28,7 +28,7 @@ from maxmars.config.checks import (
 )
 from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
-from maxmars.config.optimizer import OptimizerConfig
+from maxmars.config.optimizer import OptaxConfig, OptimizerConfig
 from maxmars.config.secrets import hide
 from maxmars.config.user_code import Source
 
@@ -294,6 +294,13 @@ class TrainConfig(CheckedConfig):
     def tokens_per_step(self) -> int:
         """Tokens a step, over all devices and microbatches."""
         return self.global_batch_size * self.model.max_seq_len
+
+
+def with_own_defaults(config: TrainConfig) -> TrainConfig:
+    """The config with the defaults of a user's own optimizer among its options."""
+    if not isinstance(config.optimizer, OptaxConfig):
+        return config
+    return dataclasses.replace(config, optimizer=config.optimizer.with_defaults())
 
 
 def to_dict(config: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import contextvars
 import dataclasses
@@ -10,7 +11,7 @@ import hashlib
 import math
 import sys
 import types
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,6 +161,39 @@ def load_function(source: Source | str, *, field: str = "source") -> Callable[..
     if not callable(function):
         raise ValueError(f"{field}={source!r}: {path} has no function {source.function!r}.")
     return function
+
+
+def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str, Any]:
+    """The keyword arguments of a function whose defaults its file writes as a number, a text, True
+    or False, with these defaults; the first argument and those of `without` are left out.
+
+    The file is read and not run: what it computes on devices would come before the processes of a
+    run have found each other. One that is missing or no Python has none; whoever runs it says so.
+    """
+    path = Path(source.file)
+    try:
+        tree = ast.parse(path.read_bytes() if path.is_file() else b"")
+    except (SyntaxError, ValueError):
+        return {}
+    made = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == source.function]
+    if not made:
+        return {}
+    signature = made[-1].args
+    positional = [*signature.posonlyargs, *signature.args]
+    pairs = list(zip(reversed(positional[1:]), reversed(signature.defaults), strict=False))
+    pairs = [*reversed(pairs), *zip(signature.kwonlyargs, signature.kw_defaults, strict=True)]
+    defaults: dict[str, Any] = {}
+    for argument, node in pairs:
+        try:
+            value = ast.literal_eval(node) if node is not None else None
+        except ValueError:  # an expression
+            continue
+        if isinstance(argument.annotation, ast.Name) and argument.annotation.id == "float":
+            value = float(value) if type(value) is int else value
+        is_finite = not isinstance(value, float) or math.isfinite(value)
+        if isinstance(value, bool | int | float | str) and is_finite:
+            defaults[argument.arg] = value
+    return {name: value for name, value in defaults.items() if name not in without}
 
 
 def import_file(path: Path) -> types.ModuleType:

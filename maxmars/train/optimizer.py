@@ -55,7 +55,8 @@ def update_rules(optimizer: OptimizerConfig, parameters: Parameters) -> Any:
 
 
 def describe_parameters(optimizer: OptimizerConfig, parameters: Parameters) -> str:
-    """A table of the parameters: matrix, rule, rate (a multiple of the run's) and decay."""
+    """A table of the parameters: matrix, rule, rate (a multiple of the run's) and decay; below it
+    the numbers among the options of a user's own optimizer."""
     rules = update_rules(optimizer, parameters)
 
     def column(field: str) -> Any:
@@ -65,13 +66,18 @@ def describe_parameters(optimizer: OptimizerConfig, parameters: Parameters) -> s
 
         return jax.tree.map(cell, rules)
 
-    return describe(
+    table = describe(
         parameters.abstract,
         parameters.split_specs(getattr(optimizer, "qkv", "fused")),
         rule=column("name"),
         rate=column("learning_rate_scale"),
         decay=column("weight_decay"),
     )
+    if not isinstance(optimizer, OptaxConfig):
+        return table
+    numbers = [f"{k}={v!r}" for k, v in optimizer.options.items() if isinstance(v, int | float)]
+    named = Source.of(optimizer.make).written
+    return f"{table}\n\noptions of {named}: {', '.join(numbers)}" if numbers else table
 
 
 def summarize_rules(optimizer: OptimizerConfig, parameters: Parameters) -> str:

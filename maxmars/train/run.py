@@ -23,6 +23,7 @@ from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.config import ModuleConfig, TrainConfig, differences, to_dict
 from maxmars.config.chips import chip_name
+from maxmars.config.train import with_own_defaults
 from maxmars.config.user_code import sources_in
 from maxmars.data.batches import (
     SplitTokens,
@@ -184,6 +185,7 @@ def check(
     memory_bytes: int | None,
 ) -> Run:
     """Find everything that can be wrong before anything is written, and choose what was not set."""
+    config = with_own_defaults(config)
     check_agreement(config, init_from, resume_overrides, steering)
     given = config
     if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():

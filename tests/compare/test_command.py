@@ -119,5 +119,43 @@ def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, 
     assert config.optimizer.make == Source.of("mine.py:make")
     assert (config.model.vocab_size, config.num_steps, config.eval.every) == (300, 60, 30)
     assert config.eval.own is None
+    assert "learning_rate" not in kept["configs"]["mine"]["optimizer"]["options"]
     (copy,) = (tmp_path / "out" / "sources").rglob("mine.py")
     assert copy.read_text() == (tmp_path / "mine.py").read_text()
+
+
+@pytest.mark.seconds
+def test_an_own_optimizer_is_tuned_over_the_fields_that_the_others_have(tmp_path, monkeypatch):
+    """Keyword defaults of its function are fields."""
+    write_shards(tmp_path / "data", np.arange(64), vocab_size=300)
+    mine = "import optax\n\ndef make(learning_rate, b1=0.9, weight_decay=0.03): ...\n"
+    (tmp_path / "mine.py").write_text(mine)
+    monkeypatch.chdir(tmp_path)
+    words = ["quickstart:data=data", "--optimizers", "adamw", "mine.py:make", "--workdir", "out"]
+    with pytest.raises(SystemExit):  # its function makes nothing
+        main(["compare", *words, "--tune", "learning_rate", "weight_decay", "b1"])
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "mine.py").write_text(mine.replace("...", "return optax.adamw(learning_rate, b1)"))
+    with pytest.raises(SystemExit):  # of 64 tokens no batch can be made
+        main(["compare", *words, "--tune", "learning_rate", "weight_decay", "b1"])
+    grids = json.loads((tmp_path / "out" / "compare.json").read_text())["sizes"][""]["compared"]
+    fields = {name: [grid["field"] for grid in own] for name, own in grids.items()}
+    assert fields["mine"] == fields["adamw"] == ["learning_rate", "weight_decay", "b1"]
+    assert grids["mine"][1]["scanned"] == [0.03]
+
+
+def test_a_field_that_a_contender_lacks_is_said_before_the_first_run(
+    tmp_path, monkeypatch, capsys, compare_command
+):
+    (tmp_path / "mine.py").write_text("def make(learning_rate, k=1): ...\n")
+    words = [compare_command[1], "--optimizers", "adamw", "lion", f"{tmp_path / 'mine.py'}:make"]
+    words += ["--tune", "learning_rate", "eps", "b1", "--workdir", str(tmp_path / "out")]
+    with pytest.raises(SystemExit):
+        main(["compare", *words, "--model.max-seq-len", "1000"])
+    lion, mine = [line for line in capsys.readouterr().err.splitlines() if " lacks " in line]
+    assert "lion lacks eps: " in lion
+    assert "learning_rate, b1" in lion
+    assert "b2" in lion  # a field that it has and that is not tuned
+    assert "mine lacks eps, b1: " in mine
+    assert "eps=" in mine
+    assert "mine.py" in mine

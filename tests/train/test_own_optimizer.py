@@ -221,11 +221,65 @@ def test_the_example_is_a_config_whose_options_change_on_the_command_line():
     config = parse_arguments(
         ConfigArguments, [str(EXAMPLE), *arguments], prog="maxmars train"
     ).config
+    options = {"b1": 0.9, "gamma": 0.025, "weight_decay": 0.01}
     assert config.optimizer == OptaxConfig(
-        make=f"{EXAMPLE}:mars_nadam", options={"b1": 0.9}, learning_rate=1e-3
+        make=f"{EXAMPLE}:mars_nadam", options=options, learning_rate=1e-3
     )
     mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
     check_optimizer(config.optimizer, Parameters(MODEL, mesh))
+
+
+DEFAULTS = """
+raise RuntimeError("a file is not run before a run has joined the other processes")
+B2 = 0.95
+
+def make(lr=0.1, b1=0.9, *, decay: float = 0, steps=5, nesterov=True, scale="rms", b2=B2, mask=None,
+         lowest=-1e-3, infinite=1e999, mesh=1, **more):
+    ...
+
+async def other(learning_rate, b3=1): ...
+
+def plain(): ...
+"""
+
+
+def options_of(*words):
+    return parse_arguments(ConfigArguments, words, prog="maxmars train").config.optimizer.options
+
+
+def test_keyword_defaults_of_the_function_are_its_options(tmp_path):
+    """Also where the command line names the function; what the config file gives counts more."""
+    own = tmp_path / "own.py"
+    own.write_text(DEFAULTS)
+    spec, numbers = f"quickstart:optimizer={own}:make", {"b1": 0.9, "decay": 0.0, "steps": 5}
+    defaults = numbers | {"nesterov": True, "scale": "rms", "lowest": -1e-3}
+    assert options_of(spec) == defaults
+    assert type(options_of(spec)["decay"]) is float
+    typed = ("--optimizer.options.decay", "0.1", "--optimizer.options.nesterov", "False")
+    assert options_of(spec, *typed) == defaults | {"decay": 0.1, "nesterov": False}
+    assert options_of(f"quickstart:optimizer={own}:plain") == {}
+
+    example = [str(EXAMPLE), "--optimizer.options.b1", "0.8", "--optimizer.options.steps", "3"]
+    changed = options_of(*example, "--optimizer.make", f"{own}:make")
+    assert changed == defaults | {"b1": 0.8, "steps": 3}  # nothing of the function before is left
+    assert options_of(str(EXAMPLE), f"--optimizer.make={own}:make") == defaults | {"b1": 0.95}
+
+
+@pytest.mark.seconds
+def test_a_run_records_the_defaults_and_continues_with_them(tmp_path, source):
+    """Python has the same options as the command line."""
+    own = OptaxConfig(make=f"{source}:adamw", options={"b1": 0.8}, learning_rate=1e-2)
+    config = short_config(tmp_path / "tokens", optimizer=own, num_steps=1)
+    train(config, tmp_path / "run")
+    options = {"b1": 0.8, "b2": 0.95, "weight_decay": 0.1}
+    recorded = json.loads((tmp_path / "run" / "config.json").read_text())["optimizer"]["options"]
+    assert recorded == options
+    table = (tmp_path / "run" / "parameters.txt").read_text()
+    assert "b1=0.8, b2=0.95, weight_decay=0.1" in table
+    options["b1"] = 0.9
+    changed = dataclasses.replace(config, optimizer=dataclasses.replace(own, options=options))
+    with refused(ValueError, "optimizer.options ({'b1': 0.8"):
+        train(changed, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
