@@ -109,7 +109,7 @@ def _continues(argv: list[str]) -> bool:
 def _dispatch(argv: list[str]) -> int:
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name in COMMANDS:
-        _keep_libtpu_quiet()
+        _stay_on_the_cpu_without_chips()
         command = COMMANDS[name]
         module = importlib.import_module(f"{__name__}.{command.module}")
         return getattr(module, command.function)(rest)
@@ -146,16 +146,22 @@ def _printing_warnings() -> Iterator[None]:
         orbax.setLevel(orbax_level)
 
 
-def _keep_libtpu_quiet() -> None:
-    """Answer what libtpu (0.0.42) asks where there is no TPU; it else logs that it has to guess.
+def _stay_on_the_cpu_without_chips() -> None:
+    """Set JAX_PLATFORMS=cpu on a machine that has neither a TPU nor a GPU, but a compiler for them
+    (extra `tpu` or `cuda`), as `maxmars plan` needs.
 
-    JAX loads it wherever it is installed (extra `tpu`), to see whether there is a TPU.
+    JAX loads each of these to look for chips; libtpu (0.0.42) and the CUDA plugin (0.10.2) then log
+    pages of what is missing.
     """
-    devices = Path("/sys/bus/pci/devices").glob("*/vendor")
-    is_googles = any(vendor.read_text().strip() == "0x1ae0" for vendor in devices)
-    if not is_googles and importlib.util.find_spec("libtpu") is not None:
-        os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-        os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    parent = importlib.util.find_spec("jax_plugins")  # without it the next would raise
+    has_cuda = parent is not None and importlib.util.find_spec("jax_plugins.xla_cuda13")
+    if has_cuda or importlib.util.find_spec("libtpu"):
+        vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
+        has_chip = not {"0x1ae0", "0x10de"}.isdisjoint(v.read_text().strip() for v in vendors)
+        # Containers and Windows' Linux may hide the bus.
+        nodes = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg")
+        if not has_chip and not any(node for name in nodes for node in Path("/dev").glob(name)):
+            os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
 def _report(error: Exception) -> int:

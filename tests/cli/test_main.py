@@ -142,13 +142,26 @@ def test_ctrl_c_while_jax_is_loaded_is_not_lost():
     assert result.stderr.count("\n") == 1
 
 
-@pytest.mark.slow
-def test_libtpu_says_nothing_on_a_machine_without_a_tpu():
-    pytest.importorskip("libtpu")
+CUDA_PLUGIN = """
+import os
+
+def initialize():  # as JAX's own, where CUDA's libraries are missing
+    if "cuda" in os.environ.get("JAX_PLATFORMS", "cuda"):
+        raise RuntimeError("Unable to load cuFFT. Is it installed?")
+"""
+
+
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a GPU")
+@pytest.mark.seconds
+def test_compilers_for_absent_chips_say_nothing(tmp_path):
+    plugin = tmp_path / "jax_plugins" / "xla_cuda13"
+    plugin.mkdir(parents=True)
+    (plugin / "__init__.py").write_text(CUDA_PLUGIN)
     env = {key: value for key, value in os.environ.items() if key != "JAX_PLATFORMS"}
-    command = [*MAXMARS, "generate", "nowhere", "--prompt", "a"]  # starts JAX, then looks for it
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])
+    command = [*MAXMARS, "train", "quickstart", "--mesh.fsdp", "77"]  # refused by JAX's devices
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
-    assert "nowhere" in result.stderr
+    assert "fsdp=77" in result.stderr
     assert result.stderr.count("\n") == 1
 
 
