@@ -168,7 +168,6 @@ def _report(error: Exception) -> int:
     """Print an error as one line; returns the exit code."""
     from maxmars.config.checks import UsageError
     from maxmars.config.errors import in_words, place_in_own_file
-    from maxmars.config.secrets import hide
 
     message = in_words(error)
     if _is_out_of_memory(error):
@@ -178,7 +177,7 @@ def _report(error: Exception) -> int:
         )
     elif not (place_in_own_file(error) or _is_raised_here(error)):
         message = f"{message} (MAXMARS_TRACEBACK=1 shows where this was raised)"
-    _print_error(hide(message))  # schedulers keep what a job printed
+    _print_error(message)
     return 2 if isinstance(error, UsageError) else 1
 
 

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from maxmars.cli.parse import HELP, parse_options
 from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive, UsageError
-from maxmars.config.secrets import hide, hide_words
 from maxmars.data.formats import open_split
 from maxmars.data.metadata import (
     FORMAT,
@@ -159,7 +158,7 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
         ),
         out=resolve(arguments.out),
         tokenizer=load(arguments.tokenizer, eot_token=arguments.eot_token),
-        source=hide(source),
+        source=source,
         validation_fraction=fraction,
         shard_tokens=arguments.shard_tokens,
         task_bytes=arguments.task_bytes,
@@ -221,7 +220,7 @@ def _command(arguments: PrepareArguments) -> str:
             field.name not in _NOT_RECORDED and value != field.default
         ):
             words += [option] if value is True else [option, str(value)]
-    return shlex.join(hide_words(words))
+    return shlex.join(words)
 
 
 def _parse_tasks(tasks: str) -> tuple[int, int]:

@@ -93,7 +93,7 @@ class GenerateArguments(CheckedConfig):
 def run(argv: list[str]) -> int:
     """Run `maxmars generate`."""
     start = time.monotonic()
-    arguments = parse_options(GenerateArguments, argv, prog="maxmars generate")
+    arguments = parse_options(GenerateArguments, argv, prog="maxmars generate", recorded=False)
     prompts, output = _prompts(arguments), arguments.output
     _check_output(arguments)
     with Progress(stderr=True) as progress:

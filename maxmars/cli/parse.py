@@ -25,6 +25,7 @@ import tyro
 from maxmars.cli.help import evened, groups_of, print_help, rows_of
 from maxmars.cli.values import VALUES
 from maxmars.config.checks import CheckedConfig, RuleError, UsageError
+from maxmars.config.credentials import refuse_credentials
 from maxmars.config.load import choices_of, find_config, load_config, named_configs
 from maxmars.config.train import TrainConfig
 from maxmars.config.user_code import Source
@@ -162,6 +163,7 @@ def parse_options(
     switches: bool = True,
     about: str = "",
     meant: Callable[[str, str | None], str] = lambda word, value: "",
+    recorded: bool = True,
 ) -> Options:
     """Parse options, and positional arguments if the dataclass has some.
 
@@ -174,10 +176,11 @@ def parse_options(
       about: told by `--help` below the dataclass's docstring.
       meant: a hint at what an unknown word and the value after it mean, "" for that of the option
         with the most similar name.
+      recorded: whether values are kept in records and files, which take no credentials.
 
     Raises:
       UsageError: there is no such option, one that is needed is missing, or a value is missing, is
-        of another type than the field's, or is refused by the dataclass.
+        of another type than the field's, is a credential, or is refused by the dataclass.
       SystemExit: 0 after `--help`.
     """
 
@@ -196,6 +199,8 @@ def parse_options(
             options = _all_options(arguments, default, prog, markers)
             print_help(whole, options, prog=prog, about=about, in_full=in_full)
         sys.exit(0)
+    if recorded:
+        _refuse_credentials(argv, prog)
     box = io.StringIO()  # which tyro draws with plain dashes where standard output is a text too
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(box):
@@ -214,6 +219,19 @@ def parse_options(
         hint = meant(name, value) or _option_meant(name, options_of(arguments, default))
         raise UsageError(f"`{prog}` has no option {name}{hint}; see `{prog} --help`.")
     return parsed
+
+
+def _refuse_credentials(argv: Sequence[str], prog: str) -> None:
+    """Refuse them before anything reads, and in an error prints, the words of a command line."""
+    argument = name = f"an argument of `{prog}`"
+    for word in argv:
+        value = word
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            if not equals:
+                continue
+        refuse_credentials(None if value == "None" else value, name)
+        name = argument
 
 
 def options_of(arguments: type[Any], default: Any = None) -> list[str]:

@@ -14,7 +14,6 @@ import tyro
 
 from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config.checks import NotNegative, Positive, Rule, UsageError
-from maxmars.config.secrets import hide_words
 from maxmars.distributed.exits import EXIT_CODE, Starting
 
 
@@ -82,7 +81,7 @@ class TrainArguments(ConfigArguments):
 
 def run(argv: list[str]) -> int:
     """Run `maxmars train`; 75 if a signal stopped it, else 0."""
-    command = shlex.join(hide_words(["maxmars", "train", *argv]))
+    command = shlex.join(["maxmars", "train", *argv])
     with Starting() as starting:
         arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", example="gpt2")
         try:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from maxmars.config.checks import UsageError, kinds_of
 from maxmars.config.comparison import ComparisonConfig
+from maxmars.config.credentials import refuse_credentials
 from maxmars.config.errors import in_words
 from maxmars.config.optimizer import OptaxConfig
 from maxmars.config.train import TrainConfig, with_own_defaults
@@ -234,6 +235,7 @@ def _chosen(
             given.append((name, word))
     chosen: dict[str, Any] = {}
     for name, word in [*given, *more.items()]:
+        refuse_credentials(word, name)  # the journal has the command line
         choice = choices.get(name)
         value = choice.means(word, name) if choice and name not in chosen else None
         if value is None:

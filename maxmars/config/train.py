@@ -26,10 +26,10 @@ from maxmars.config.checks import (
     Rule,
     require,
 )
+from maxmars.config.credentials import refuse_credentials
 from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
 from maxmars.config.optimizer import OptaxConfig, OptimizerConfig
-from maxmars.config.secrets import hide
 from maxmars.config.user_code import Source
 
 
@@ -259,6 +259,7 @@ class TrainConfig(CheckedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_credentials(self, "")
         require(
             self.num_microbatches is None or self.global_batch_size % self.num_microbatches == 0,
             f"global_batch_size={self.global_batch_size} must be a multiple of "
@@ -304,24 +305,17 @@ def with_own_defaults(config: TrainConfig) -> TrainConfig:
 
 
 def to_dict(config: Any) -> Any:
-    """A JSON-ready dict of a config, for records: without secrets, see `secrets.hide`.
-
-    Every dataclass says its class under `type`.
-    """
-    return _to_dict(hide(config))
-
-
-def _to_dict(config: Any) -> Any:
+    """A JSON-ready dict of a config, for records; every dataclass says its class under `type`."""
     if isinstance(config, tuple):
-        return [_to_dict(item) for item in config]
+        return [to_dict(item) for item in config]
     if not dataclasses.is_dataclass(config):
         return config
-    fields = {f.name: _to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    fields = {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
     return {"type": type(config).__name__} | fields
 
 
 def from_dict(value: Any) -> Any:
-    """The inverse of `to_dict`, except for secrets.
+    """The inverse of `to_dict`.
 
     Raises:
       ValueError: the dict names an unknown class or field, for example one of another version.
@@ -351,15 +345,9 @@ def from_dict(value: Any) -> Any:
     return config_class(**fields)
 
 
-def differences(old: Any, new: Any) -> list[tuple[str, Any, Any]]:
-    """Dotted names of the leaves in which two configs differ, with both values, without secrets.
-
-    Either may come from a record, where secrets are hidden.
-    """
-    return _differences(hide(old), hide(new), "")
-
-
-def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
+def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Dotted names of the leaves in which two configs differ, with both values; `prefix` goes
+    before the names."""
 
     def children(value: Any) -> dict[str, Any]:
         if isinstance(value, tuple):
@@ -375,7 +363,7 @@ def _differences(old: Any, new: Any, prefix: str) -> list[tuple[str, Any, Any]]:
         return [(prefix, old, new)]
     rows = []
     for name, value in ours.items():
-        rows += _differences(value, theirs[name], f"{prefix}.{name}" if prefix else name)
+        rows += differences(value, theirs[name], f"{prefix}.{name}" if prefix else name)
     return rows
 
 

@@ -35,7 +35,6 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.config.data import TokenOptions
-from maxmars.config.secrets import reveal
 from maxmars.config.user_code import Source
 from maxmars.data.formats import examine, open_examined
 from maxmars.data.own_data import OwnWindows, WindowMap
@@ -275,7 +274,7 @@ def _own_windows(part: GrainSource, split: str, model: ModelConfig) -> OwnWindow
         split,
         length=model.max_seq_len,
         vocab_size=model.vocab_size,
-        options=reveal(part.options, "data.options"),
+        options=part.options,
         tokenizer=part.tokenizer,
     )
 

@@ -31,6 +31,7 @@ from typing import IO, Any
 from etils import epath
 
 from maxmars.config.checks import read_as
+from maxmars.config.credentials import refuse_credentials
 from maxmars.config.errors import about, needs_extra
 
 _LOGGER = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ def resolve(path: str | os.PathLike[str]) -> Workdir:
             name = os.fsencode(absolute).decode(errors="backslashreplace")
             raise ValueError(f"{name} is not UTF-8; rename it, or choose another path.") from error
         return absolute
+    refuse_credentials(text, "the path")  # records name it
     if not re.match(r"gs://[^/]+(/|$)", text):
         raise ValueError(f"{text} must be a path on a disk, or gs://BUCKET/PATH; write it so.")
     return epath.Path(text)

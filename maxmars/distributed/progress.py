@@ -23,7 +23,6 @@ import rich.table
 import rich.text
 
 from maxmars.config.numbers import duration
-from maxmars.config.secrets import hide
 from maxmars.distributed.exits import leaving_at_once
 from maxmars.distributed.files import LineFile, Workdir
 from maxmars.distributed.workdir import LOGS, of_process
@@ -252,8 +251,8 @@ class HostLog(contextlib.AbstractContextManager["HostLog"]):
         self._lines = LineFile(self.path, may_write)
 
     def write(self, text: str) -> None:
-        """Append `text` after the date and time, without secrets."""
-        self._lines.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {hide(text)}")
+        """Append `text` after the date and time."""
+        self._lines.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     def __exit__(
         self,

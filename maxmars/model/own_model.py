@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxmars.config import ModelConfig, ModuleConfig
-from maxmars.config.secrets import reveal
 from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import RULES, ShardingRules
 from maxmars.model.gpt2 import LAYERS
@@ -43,7 +42,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
         "rngs": rngs,
         "vocab_size": config.vocab_size,
         "max_seq_len": config.max_seq_len,
-        **reveal(config.options, "model.options"),
+        **config.options,
     }
     try:
         inspect.signature(make).bind(**arguments)

@@ -29,7 +29,6 @@ import jax
 
 from maxmars.checkpoint import list_steps
 from maxmars.checkpoint.lock import InUseError, is_owned
-from maxmars.config.secrets import hide
 from maxmars.distributed import processes
 from maxmars.distributed.files import (
     Workdir,
@@ -191,7 +190,7 @@ class Life(contextlib.AbstractContextManager["Life"]):
         if self._job is None:
             return
         text = next(iter(str(error).splitlines()), type(error).__name__)
-        told = {"job": self._job, "host": os.uname().nodename, "error": hide(text)}
+        told = {"job": self._job, "host": os.uname().nodename, "error": text}
         with contextlib.suppress(OSError), reporting(self._workdir):
             if self._workdir.exists():
                 (self._workdir / FAILED).write_text(json.dumps(told))

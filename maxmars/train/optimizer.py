@@ -35,7 +35,6 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.config.optimizer import UpdateRule
-from maxmars.config.secrets import reveal
 from maxmars.config.user_code import Source, load_function
 from maxmars.distributed.sharding import like_params
 from maxmars.model.parameters import COMPONENTS, Parameters
@@ -198,12 +197,11 @@ def _own_optimizer(
         it returns something else. Any other exception was raised by the function.
     """
     make = load_function(optimizer.make, field="optimizer.make")
-    options = reveal(optimizer.options, "optimizer.options")
     signature = inspect.signature(make)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     offered = {"matrix_specs": parameters.specs, "mesh": parameters.mesh}
     taken = {n: value for n, value in offered.items() if takes_any or n in signature.parameters}
-    arguments = taken | options
+    arguments = taken | optimizer.options
     try:
         signature.bind(learning_rate, **arguments)
     except TypeError as error:

@@ -180,7 +180,7 @@ class _WeightsAndBiases:
                 silent=True,
                 disable_git=True,
                 disable_code=True,
-                x_disable_meta=True,  # they hold the command line, with all secrets on it
+                x_disable_meta=True,  # they hold the whole command line
             ),
             **options,
         )

@@ -271,11 +271,66 @@ def test_what_is_wrong_is_named_in_one_line(row, call, tmp_path):
 
 
 def test_the_value_of_an_unknown_option_is_not_told(call):
-    """It may be a secret, and schedulers keep what a job printed."""
+    """It may be a credential, and schedulers keep what a job printed."""
     for words in (["--data.options.api-keyy", "hunter2"], ["--data.options.api-keyy=hunter2"]):
         error = refusal(call, ["train", "quickstart", *words])
         assert "--data.options.api-keyy" in error
         assert "hunter2" not in error
+
+
+WITH_OPTIONS = (
+    HEADER.replace("get_config()", "get_config(password: str = '')")
+    + """
+    login = dict(password="", url="")
+    data = GrainConfig(source="own_data.py:windows", options=login)
+    model = ModuleConfig(make="own.py:model", options=login, vocab_size=9, max_seq_len=8)
+    optimizer = OptaxConfig(make="own.py:make", learning_rate=0.1, options=login)
+    return make(data=data, model=model, optimizer=optimizer)
+"""
+)
+SLURM = "--name a --workdir /a --nodes 1 --gpus-per-node 8 --dry-run"
+CREDENTIALS = [
+    ("train own.py --data.options.password hunter2", "--data.options.password"),
+    ("train own.py --model.options.password=hunter2", "model.options.password"),
+    ("train own.py --optimizer.options.password hunter2", "optimizer.options.password"),
+    ("train own.py --data.options.url https://me:hunter2@host/x", "data.options.url"),
+    ("train own.py:password=hunter2", "password"),
+    ("train written.py", "optimizer.options.api_key"),
+    ("train quickstart --workdir gs://me:hunter2@bucket/run", "--workdir"),
+    ("train quickstart --init-from gs://me:hunter2@bucket/run", "--init-from"),
+    ("train quickstart --data.path gs://me:hunter2@bucket/tokens", "data.path"),
+    ("train quickstart --name hf_hunter2hunter2hunter2", "--name"),
+    ("plan own.py --data.options.password hunter2", "data.options.password"),
+    ("compare own.py --workdir c --data.options.password hunter2", "data.options.password"),
+    ("data prepare https://me:hunter2@host/a.txt tokens", "data prepare"),
+    ("data prepare TEXT.txt gs://hunter2@bucket/tokens", "data prepare"),
+    ("data prepare TEXT.txt tokens --text-field hf_hunter2hunter2hunter2", "--text-field"),
+    ("eval https://me:hunter2@host/run", "maxmars eval"),
+    ("export runs/a gs://me:hunter2@bucket/model", "maxmars export"),
+    ("audit gs://me:hunter2@bucket/run", "maxmars audit"),
+    ("report gs://me:hunter2@bucket/run", "maxmars report"),
+    (f"launch slurm own.py:password=hunter2 {SLURM}", "password"),
+    (f"launch slurm own.py {SLURM} -- --data.options.password hunter2", "data.options.password"),
+]
+
+
+@pytest.mark.parametrize("row", CREDENTIALS, ids=lambda row: row[0])
+def test_credentials_are_refused_where_they_enter_a_record(row, call, tmp_path):
+    words, named = row
+    write_files(tmp_path)
+    (tmp_path / "own.py").write_text(WITH_OPTIONS)
+    written = "make='o.py:f', learning_rate=1, options=dict(api_key='hunter2')"
+    text = f"{HEADER}    return make(optimizer=OptaxConfig({written}))\n"
+    (tmp_path / "written.py").write_text(text)
+    error = refusal(call, words.split())
+    assert named in error
+    assert "hunter2" not in error
+
+
+def test_a_prompt_is_no_record(call):
+    assert "no_such_run" in refusal(
+        call, ["generate", "no_such_run", "--prompt", "Bearer abcdefgh"], code=1
+    )
 
 
 @pytest.fixture

@@ -1,0 +1,73 @@
+"""The refusal of credentials where a value enters the records of a run.
+
+Whoever may read a working directory reads its records, and a model card carries some of them on. So
+a user's own function reads its credentials from the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from maxmars.config.checks import UsageError
+
+_NAME = re.compile(
+    r"(.*_)?(password|passwd|secret|credentials?|api_key|private_key"
+    r"|access_token|auth_token|hf_token)"
+)
+_LOGIN = re.compile(r"://[^\s/?#\"'<>]+@")
+_TEXTS = {
+    "a token of the Hugging Face hub": re.compile(r"\bhf_[A-Za-z0-9]{16}"),
+    "an API key": re.compile(r"\bsk-[\w-]*[A-Za-z0-9]{16}"),
+    "an access key of AWS": re.compile(r"\bAKIA[0-9A-Z]{16}"),
+    "a header with a token": re.compile(r"\bBearer\s+[\w.~+/=-]{6}"),
+}
+
+
+def refuse_credentials(value: Any, name: str) -> None:
+    """Refuse a value that is named as credentials are, or is a text that looks like one.
+
+    `text_key`, `answer_token` and `signature` are names like any other; None, True, False and ""
+    are no credentials under any name.
+
+    Args:
+      value: anything; of dataclasses, mappings, lists and tuples each item.
+      name: of the value, such as `data.options`, for the error.
+
+    Raises:
+      UsageError: it holds a credential. The message has the name and not the value.
+    """
+    if value and not isinstance(value, bool) and _is_credential(name):
+        raise UsageError(_refusal(name, "is named as credentials are"))
+    if dataclasses.is_dataclass(value):
+        value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            refuse_credentials(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            refuse_credentials(item, name)
+    elif isinstance(value, str):
+        if _LOGIN.search(value):
+            raise UsageError(
+                f"{name} is an address with a login; leave the login out of it, and read it from "
+                "the environment in your own function."
+            )
+        for what, pattern in _TEXTS.items():
+            if pattern.search(value):
+                raise UsageError(_refusal(name, f"looks like {what}"))
+
+
+def _is_credential(name: str) -> bool:
+    """Whether a value of this name is one, as of `data.options.db_password` or `--api-key`."""
+    leaf = name.rpartition(".")[2].lstrip("-")
+    return bool(_NAME.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", leaf).lower()))
+
+
+def _refusal(name: str, why: str) -> str:
+    return (
+        f"{name} {why}, and the records of the run would keep it; read it from the environment in "
+        "your own function, or, if it is no credential, change the name or the text."
+    )
