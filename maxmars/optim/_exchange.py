@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Float
 
-from maxmars.optim._matrices import MatrixSpec, name_of, resolve_specs, unfolded
+from maxmars.optim._matrices import MatrixSpec, named_leaves, resolve_specs, unfolded
 
 Axes = tuple[str, ...]
 """Mesh axes."""
@@ -150,12 +150,12 @@ def stacks_of(
     Raises:
       ValueError: a partition is unknown, names another axis, or does not divide its array.
     """
-    flat = jax.tree.leaves_with_path(tree)
+    flat = named_leaves(tree)
     specs = jax.tree.leaves(resolve_specs(matrix_specs, tree))
     mesh = mesh_of(x for _, x in flat) if mesh is None else mesh
     return {
-        i: _stack_of(name_of(path), x, spec, mesh, blocks)
-        for i, ((path, x), spec) in enumerate(zip(flat, specs, strict=True))
+        i: _stack_of(name, x, spec, mesh, blocks)
+        for i, ((name, x), spec) in enumerate(zip(flat, specs, strict=True))
         if spec.is_matrix and math.prod(x.shape)
     }
 

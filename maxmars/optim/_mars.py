@@ -466,7 +466,8 @@ def mars(
       b2: decay of the matrices' second moment (adamw), in [0, 1).
       eps: added to the root of the second moment; in shampoo to the norm before Newton-Schulz.
       gamma: strength of the variance reduction, a float or a schedule; 0 turns it off.
-      weight_decay: decoupled decay λ, multiplied by η; a float or a schedule.
+      weight_decay: decoupled decay λ, multiplied by η; a float or a schedule. The papers' runs and
+        maxmars's trainer have 0.01.
       mask: which parameters decay, a tree of bools or a function from parameters to one.
       clip_threshold: bound on the norm of each corrected gradient; None does not clip.
       amsgrad: divide by the running maximum of the second moment, in matrices and vectors (adamw).
@@ -482,11 +483,12 @@ def mars(
         matrices' rate, betas, eps and decay (the official `optimize_1d`). Of the `vector_*`
         arguments only what AdamW's embeddings in shampoo and m use then counts.
       vector_learning_rate: learning rate of vectors; None takes the matrices'.
-      vector_learning_rate_scale: instead, their learning rate as a multiple of `learning_rate`.
+      vector_learning_rate_scale: instead, their learning rate as a multiple of `learning_rate`; the
+        papers' runs and maxmars's trainer have 0.5.
       vector_b1: decay of the vectors' first moment.
       vector_b2: decay of the vectors' second moment.
       vector_weight_decay: decay of vectors; None takes `weight_decay`. The official recipes of
-        adamw, lion and shampoo have 0.1, LayerNorm gains included.
+        adamw, lion and shampoo, and maxmars's trainer, have 0.1, LayerNorm gains included.
       embeddings: in shampoo and m, the rule of the matrices that their `MatrixSpec` calls an
         embedding: "adamw" gives them the vectors' rule with the matrices' decay, "orthogonalize"
         the matrices' rule.
@@ -630,6 +632,10 @@ def muon(
       momentum: decay of the momentum, in (0, 1).
       nesterov: look one step ahead.
       eps: added to the root of AdamW's second moment.
+      vector_learning_rate: learning rate of vectors and embeddings; None takes the matrices', which
+        is mostly too high for AdamW: orthogonalised updates take rates near 0.02.
+      vector_learning_rate_scale: instead, their learning rate as a multiple of `learning_rate`;
+        maxmars's trainer has 0.15 by default.
       vector_weight_decay: decay of vectors; None takes `weight_decay`.
 
     Raises:
@@ -665,6 +671,57 @@ def muon(
     )
 
 
-# Moonlight's Muon (arXiv 2502.16982): every update has AdamW's RMS, so one rate serves all, and all
-# parameters decay alike; its authors give weight_decay=0.1.
-moonlight = functools.partial(muon, ns_scale="rms", vector_weight_decay=None)
+def moonlight(
+    learning_rate: ScalarOrSchedule,
+    *,
+    momentum: Scalar = 0.95,
+    nesterov: bool = True,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Any = None,
+    eps: Scalar = 1e-8,
+    mu_dtype: Any = None,
+    vector_learning_rate: ScalarOrSchedule | None = None,
+    vector_learning_rate_scale: Scalar | None = None,
+    vector_b1: Scalar = 0.9,
+    vector_b2: Scalar = 0.95,
+    vector_weight_decay: ScalarOrSchedule | None = None,
+    embeddings: str = "adamw",
+    matrix_specs: Any = None,
+    ns_steps: int | jax.Array = 5,
+    ns_coefficients: Coefficients = "keller",
+    ns_eps: Scalar | None = None,
+    ns_dtype: Any = "bfloat16",
+    ns_scale: str | None = "rms",
+    orthogonality_every: int | jax.Array | None = None,
+    mesh: Any = None,
+    ownership_axes: tuple[str, ...] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Moonlight's Muon (arXiv 2502.16982): every update has AdamW's root mean square.
+
+    So one learning rate serves matrices and vectors, and all parameters decay alike; its authors
+    give weight_decay=0.1. The arguments, and the errors, are those of `muon`.
+    """
+    return muon(
+        learning_rate,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        mask=mask,
+        eps=eps,
+        mu_dtype=mu_dtype,
+        vector_learning_rate=vector_learning_rate,
+        vector_learning_rate_scale=vector_learning_rate_scale,
+        vector_b1=vector_b1,
+        vector_b2=vector_b2,
+        vector_weight_decay=vector_weight_decay,
+        embeddings=embeddings,
+        matrix_specs=matrix_specs,
+        ns_steps=ns_steps,
+        ns_coefficients=ns_coefficients,
+        ns_eps=ns_eps,
+        ns_dtype=ns_dtype,
+        ns_scale=ns_scale,
+        orthogonality_every=orthogonality_every,
+        mesh=mesh,
+        ownership_axes=ownership_axes,
+    )

@@ -3,6 +3,7 @@ the warning that tell people."""
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -227,16 +228,27 @@ def is_function(x: Any) -> bool:
     return bool(leaves) and all(map(callable, leaves))
 
 
-def name_of(path: Any) -> str:
-    """The path of a leaf, for people: `layers.0.kernel`."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree with their paths, for people: `layers.0.kernel`.
+
+    A box around one array, such as a Variable of Flax, is left out of the path: its only child is
+    its `value`.
+    """
+    flat = jax.tree.leaves_with_path(tree)
+    num_leaves = Counter(path[:depth] for path, _ in flat for depth in range(len(path)))
+    named = []
+    for path, leaf in flat:
+        if path and path[-1] == jax.tree_util.GetAttrKey("value") and num_leaves[path[:-1]] == 1:
+            path = path[:-1]
+        named.append((jax.tree_util.keystr(path, simple=True, separator="."), leaf))
+    return named
 
 
 def _refuse_complex(params: Any) -> None:
-    for path, leaf in jax.tree.leaves_with_path(params):
+    for name, leaf in named_leaves(params):
         if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
             raise ValueError(
-                f"{name_of(path)} is {leaf.dtype}, but second moments and matrices here are of "
+                f"{name} is {leaf.dtype}, but second moments and matrices here are of "
                 "real numbers; wrap the optimizer in optax.contrib.split_real_and_imaginary."
             )
 
@@ -289,11 +301,10 @@ def describe(params: Any, matrix_specs: Any = None, **columns: Any) -> str:
         resolve_specs(matrix_specs, params), is_leaf=lambda x: isinstance(x, MatrixSpec)
     )
     rows = [["parameter", "shape", "kind", "matrix", *columns]]
-    flat = jax.tree.leaves_with_path(params)
     values = [jax.tree.structure(params).flatten_up_to(column) for column in columns.values()]
-    for (path, leaf), spec, *row in zip(flat, specs, *values, strict=True):
+    for (name, leaf), spec, *row in zip(named_leaves(params), specs, *values, strict=True):
         shape = "x".join(map(str, leaf.shape)) or "1"
-        rows.append([name_of(path), shape, spec.kind, _matrix(spec, leaf.shape), *map(str, row)])
+        rows.append([name, shape, spec.kind, _matrix(spec, leaf.shape), *map(str, row)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -318,7 +329,7 @@ def warn_without_specs(matrix_specs: Any, params: Any) -> None:
     """Warn of parameters of more than two axes for which no spec says what they are."""
     if matrix_specs is not None:
         return
-    many = {name_of(path): x for path, x in jax.tree.leaves_with_path(params) if x.ndim > 2}
+    many = {name: x for name, x in named_leaves(params) if x.ndim > 2}
     if many:
         warnings.warn(
             "without matrix_specs these parameters count as vectors, and all of two axes as "

@@ -215,7 +215,7 @@ def soap(
 ) -> optax.GradientTransformationExtraArgs:
     """SOAP on matrices, AdamW on vectors and on the matrices that their `MatrixSpec` calls an
     embedding, which are vectors here. The defaults of the matrices are the official code's, but for
-    `max_precondition_dim` (10,000 there) and `weight_decay` (0.01 there).
+    `max_precondition_dim` (10,000 there) and `weight_decay`.
 
     Args:
       learning_rate: η of the matrices, a float, a traced scalar or a schedule.
@@ -223,18 +223,20 @@ def soap(
       b2: decay of the matrices' second moment, in [0, 1).
       shampoo_beta: decay of the Gram matrices, in [0, 1); None is `b2`.
       eps: added to the root of the second moment; of matrices before its bias correction.
-      weight_decay: decoupled decay λ of the matrices, multiplied by η; a float or a schedule.
-        Nothing decays in the first step.
+      weight_decay: decoupled decay λ of the matrices, multiplied by η; a float or a schedule. The
+        official code and maxmars's trainer have 0.01. Nothing decays in the first step.
       mask: which parameters decay, a tree of bools or a function from parameters to one.
       precondition_frequency: k, steps between two power iterations of the bases.
       max_precondition_dim: longest side of a matrix that is preconditioned, None is 2048; a longer
         one keeps the identity. Gram matrix and basis of a side n are 2 n² numbers.
       mu_dtype: dtype of the matrices' first moment; None keeps the parameter's.
       vector_learning_rate: learning rate of vectors; None takes the matrices'.
-      vector_learning_rate_scale: instead, their learning rate as a multiple of `learning_rate`.
+      vector_learning_rate_scale: instead, their learning rate as a multiple of `learning_rate`; 1
+        by default.
       vector_b1: decay of the vectors' first moment, in [0, 1).
       vector_b2: decay of the vectors' second moment, in [0, 1).
-      vector_weight_decay: decay of vectors, a float or a schedule; None takes `weight_decay`.
+      vector_weight_decay: decay of vectors, a float or a schedule; None takes `weight_decay`, and
+        maxmars's trainer has 0.
       matrix_specs: `MatrixSpec`s as a pytree prefix, or a function from parameters to one. Default:
         each 2-D leaf is a matrix.
       mesh: device mesh of the parameters. `MatrixSpec.partition` then says how each is split, and

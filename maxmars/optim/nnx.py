@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from maxmars.optim._matrices import MatrixSpec, name_of
+from maxmars.optim._matrices import MatrixSpec, named_leaves
 
 _CONVOLUTIONS = nnx.Conv | nnx.ConvTranspose
 _NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm | nnx.InstanceNorm
@@ -99,10 +99,10 @@ def matrix_specs_of(
             "a fallback, or in NNX by the variable's metadata, matrix_spec=MatrixSpec(...)."
         )
 
-    def of_leaf(path: Any, leaf: Any) -> MatrixSpec | None:
+    def of_leaf(name: str, leaf: Any) -> MatrixSpec | None:
         if not hasattr(leaf, "ndim") or not jnp.issubdtype(leaf.dtype, jnp.inexact):
             return None
-        return spec(name_of(path), leaf, None)
+        return spec(name, leaf, None)
 
     if isinstance(model, nnx.Pytree):
         given = given_specs(model, wrt)
@@ -117,7 +117,8 @@ def matrix_specs_of(
             flat.append((path, spec(".".join(map(str, path)), variable, known, owner)))
         specs = nnx.from_flat_state(flat)
     else:
-        specs = jax.tree.map_with_path(of_leaf, model)
+        each = [of_leaf(name, leaf) for name, leaf in named_leaves(model)]
+        specs = jax.tree.unflatten(jax.tree.structure(model), each)
     if unused := [pattern for pattern in overrides if pattern not in used]:
         raise ValueError(
             f"overrides names {', '.join(unused)}, but the parameters are {', '.join(names)}."

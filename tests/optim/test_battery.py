@@ -6,6 +6,7 @@ The checks are those of `optax/contrib/_common_test.py` and `optax/_src/sharding
 import contextlib
 import functools
 import inspect
+import pydoc
 from dataclasses import dataclass, field
 
 import jax
@@ -95,6 +96,19 @@ SIMILAR = {
 }
 every_optimizer = ask(*CASES)
 every_kind = ask(*(name for name in CASES if name not in SIMILAR))
+
+
+FUNCTIONS = [
+    name
+    for name in maxmars.optim.__all__
+    if callable(getattr(maxmars.optim, name)) and not isinstance(getattr(maxmars.optim, name), type)
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_help_begins_with_the_arguments_of_the_function(name):
+    page = pydoc.plain(pydoc.render_doc(getattr(maxmars.optim, name)))
+    assert page.splitlines()[2].startswith(f"{name}(")
 
 
 def params_like(dtype=jnp.float32, seed=0):

@@ -1,15 +1,18 @@
 """What is a matrix in models of Flax's layers, of one's own, and of stacked ones."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from flax import nnx
 from jax.sharding import PartitionSpec
 from refusals import refused
 
-from maxmars.optim import MatrixSpec, mars
+from maxmars.optim import MatrixSpec, describe, mars
 from maxmars.optim.nnx import matrix_specs_of
 
 RNGS = nnx.Rngs(0)
@@ -182,6 +185,32 @@ def test_overrides_and_a_fallback_by_path():
     }
     with refused(ValueError, "heads", "einsum.kernel, table.emb"):
         matrix_specs_of(model, overrides={"heads": None}, fallback=fallback)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Attention:
+    """As Equinox's: an array may be called `value`."""
+
+    query: jax.Array
+    value: jax.Array
+
+
+NAMED = {
+    "a state of Flax NNX": lambda: nnx.state(nnx.Dict(mix=nnx.Param(jnp.ones((4, 3))))),
+    "boxes of Flax Linen": lambda: {"mix": nn.Partitioned(jnp.ones((4, 3)), ("embed", "mlp"))},
+    "another library": lambda: Attention(query=jnp.ones((4, 3)), value=jnp.ones((4, 3))),
+}
+
+
+@pytest.mark.parametrize("make", NAMED.values(), ids=NAMED)
+def test_a_parameter_has_the_name_that_describe_prints(make):
+    tree = make()
+    _, *rows = describe(tree).splitlines()
+    names = [row.split()[0] for row in rows]
+    specs = matrix_specs_of(tree, overrides=dict.fromkeys(names, spec(rows=1)))
+    assert jax.tree.leaves(specs) == [spec(rows=1)] * len(names)
+    assert names == (["query", "value"] if isinstance(tree, Attention) else ["mix"])
 
 
 def test_a_tree_of_another_library():

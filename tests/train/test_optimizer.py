@@ -1,5 +1,8 @@
 """Kinds, matrices, rules and parts of parameters; the optimizer and schedule of a config."""
 
+import inspect
+
+import docstring_parser
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +20,13 @@ from maxmars.config import (
     MuonConfig,
     NAdamWConfig,
     ScheduleConfig,
+    SoapConfig,
 )
 from maxmars.distributed import sharding
 from maxmars.model import GPT2
 from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters
-from maxmars.optim import MatrixSpec
+from maxmars.optim import MatrixSpec, mars, muon, soap
 from maxmars.optim.nnx import matrix_specs_of
 from maxmars.train.optimizer import (
     COMPONENTS,
@@ -46,6 +50,17 @@ def test_specs_of_stacked_parameters():
 def test_layers_tell_any_optimizer_what_their_parameters_are():
     model = GPT2(MODEL, rngs=nnx.Rngs(0))
     assert nnx.to_pure_dict(matrix_specs_of(model)) == Parameters(MODEL).specs
+
+
+@pytest.mark.parametrize(
+    ("function", "config"), [(mars, MarsConfig), (muon, MuonConfig), (soap, SoapConfig)]
+)
+def test_a_docstring_says_where_the_config_has_another_default(function, config):
+    words = {p.arg_name: p.description for p in docstring_parser.parse(function.__doc__).params}
+    for name, parameter in inspect.signature(function).parameters.items():
+        default = getattr(config, name, parameter.default)
+        if default != parameter.default and name != "learning_rate":
+            assert f"{default:g}" in words[name].replace(",", ""), name
 
 
 def first_step(optimizer, params, grads):
