@@ -2,7 +2,7 @@
 
 All fields of one size, then what the other sizes and the other data have in their place.
 
-After a deliberate change: pytest tests/test_goldens.py --update-goldens
+After a deliberate change: bash tools/test.sh tests/test_goldens.py --update-goldens
 """
 
 import difflib
@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
+from refusals import refused
 
 from maxmars.config import load_config, to_dict
 from maxmars.distributed.sharding import AXES, RULES
@@ -45,17 +46,29 @@ def load(size, optimizer, data="openwebtext"):
     return load_config(f"{GPT2}:size={size},optimizer={optimizer},data={data}")
 
 
+def check(path, text):
+    stored = path.read_text() if path.exists() else ""
+    diff = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "now")
+    update = "after a deliberate change: bash tools/test.sh tests/test_goldens.py --update-goldens"
+    assert stored == text, "\n".join([*diff, update])
+
+
 @pytest.fixture
 def check_golden(request):
-    def check(name, text):
-        path = GOLDENS / name
+    def check_or_update(name, text):
         if request.config.getoption("--update-goldens"):
-            path.write_text(text)
-        stored = path.read_text() if path.exists() else ""
-        diff = difflib.unified_diff(stored.splitlines(), text.splitlines(), "stored", "now")
-        assert stored == text, "\n".join(diff)
+            (GOLDENS / name).write_text(text)
+        check(GOLDENS / name, text)
 
-    return check
+    return check_or_update
+
+
+def test_a_golden_that_differs_names_the_flag_that_updates_it(tmp_path):
+    (tmp_path / "one.txt").write_text("batch = 1\n")
+    check(tmp_path / "one.txt", "batch = 1\n")
+    for name in ("one.txt", "missing.txt"):
+        with refused(AssertionError, "+batch = 2", "--update-goldens"):
+            check(tmp_path / name, "batch = 2\n")
 
 
 def leaves(tree):

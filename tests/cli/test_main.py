@@ -16,6 +16,7 @@ import maxmars
 from maxmars import cli
 from maxmars.config.errors import about, in_words
 from maxmars.data.metadata import read_metadata
+from maxmars.data.open_corpus import PRESETS
 
 pytestmark = pytest.mark.smoke
 
@@ -225,7 +226,7 @@ def test_help_begins_with_at_most_ten_options_and_fits_80_columns(words, monkeyp
     [
         ("data -h", ["prepare", "inspect"]),
         ("launch --help", ["tpu-vm", "gke", "slurm"]),
-        ("data prepare --help", ["openwebtext", "imitation", "--tasks"]),
+        ("data prepare --help", [*PRESETS, "imitation", "--tasks"]),
         ("data inspect --help", ["--compare", "--no-verify"]),
         ("train quickstart --help schedule", ["--schedule.warmup-steps"]),  # one group
     ],
