@@ -7,6 +7,7 @@ flags of the commands there that need what is not at hand.
 import itertools
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS = sorted((ROOT / "maxmars").glob("*/README.md"))
 RESULTS = [p for p in [ROOT / ".github" / "results" / "README.md"] if p.exists()]  # not in an sdist
 TRACK3 = ROOT / "tools" / "examples" / "track3" / "README.md"
-READMES = [ROOT / "README.md", ROOT / "tools" / "README.md", TRACK3, *RESULTS, *ROOMS]
+ABOUT = sorted((ROOT / ".github").glob("*.md"))  # not in an sdist
+READMES = [ROOT / "README.md", ROOT / "tools" / "README.md", TRACK3, *RESULTS, *ABOUT, *ROOMS]
 EXAMPLES = sorted((ROOT / "tools" / "examples").glob("*.md"))
 TEXTS = {str(path.relative_to(ROOT)): path.read_text() for path in [*READMES, *EXAMPLES]}
 
@@ -143,3 +145,13 @@ def test_the_first_page_is_short_and_names_every_room():
     assert len(text.splitlines()) <= 180
     for path in ROOMS:
         assert f"](maxmars/{path.parent.name}/README.md)" in text
+
+
+def test_one_address_of_the_repository_stands_everywhere():
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+    repository = urls["Repository"]
+    assert all(url.startswith(repository) for url in urls.values())
+    text = TEXTS["README.md"]
+    assert f"git clone {repository} " in text
+    assert f"pip install git+{repository} " in text
+    assert set(re.findall(r"https://[^\s/]+/[^\s/]+/maxmars\b", text)) == {repository}
