@@ -135,8 +135,6 @@ def _with_values(words: list[str]) -> list[str]:
 def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
     """Check a run as `maxmars train` would, and more, before anything is rented; then start it."""
     options.check()
-    if not options.dry_run:
-        require(platform.program)
     workdir, machines = options.shared_workdir(), platform.machines(options)
     environment = take_environment(options.env)
     sources = sources_in(load_config(options.config))
@@ -166,6 +164,8 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
         names = ", ".join(files[:_MOST_NAMED])
         remark(f"git does not track, and goes along: {names}{more}")
     platform.check(options, parsed.config, checkout)
+    if not options.dry_run:
+        require(platform.program)
     job = Job(
         name=options.name,
         checkout=checkout,

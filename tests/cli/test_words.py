@@ -106,6 +106,8 @@ def test_options_change_fields(name, tmp_path, monkeypatch):
 
 
 RUN = "--name a --workdir /w"
+TPU_VM = f"launch tpu-vm quickstart {RUN} --zone us-east5-a --accelerator v6e-8"
+GKE = f"launch gke quickstart {RUN} --topology v6e:4x4"
 SLURM = f"launch slurm quickstart {RUN}"
 MARS, OWN = "train mars.py", "train own.py --optimizer.options"
 PLAN = "plan mars.py --topology cpu:8"
@@ -126,7 +128,7 @@ REFUSALS = [
     (2, f"{MARS} 3", "'3'"),
     (2, f"{OWN}.deep.nmuber 1", "`--optimizer.options.deep.number`"),
     (2, f"{SLURM} --num-steps 3", "-- --num-steps"),
-    (2, f"{SLURM} -- --dry-run", "--dry-run"),
+    *((2, f"{launch} -- --dry-run", "after --") for launch in (TPU_VM, GKE, SLURM)),
     # A choice of CONFIG was meant.
     (2, "train gpt2:size=xl --optimizer=adamw", "gpt2:size=xl,optimizer=adamw`"),
     (2, "train gpt2:optimizer=mars --optimizer.name muon", "gpt2:optimizer=muon`"),
@@ -175,7 +177,7 @@ REFUSALS = [
     (1, f"{PLAN} --mesh.fsdp 3", "3 devices"),
     (2, "audit x --replay 0", "--replay 0 must"),
     (2, f"{SLURM} --nodes 0", "--nodes 0 must"),
-    (2, f"launch gke quickstart {RUN} --topology v6e:4x4 --max-restarts -1", "--max-restarts -1"),
+    (2, f"{GKE} --max-restarts -1", "--max-restarts -1"),
     (2, "generate x --max-new-tokens 0", "--max-new-tokens 0 must"),
     (2, "generate x --prompt a --top-p 2", "--top-p 2.0 must lie in (0, 1]"),
     (2, "generate x", "--prompt TEXT"),
@@ -220,12 +222,9 @@ COMMANDS = [
     *("train quickstart", "verify-resume quickstart", "compare compare_tiny", "plan quickstart"),
     *("eval x", "generate x", "export x y", "import x y", "audit x", "report x"),
     *("data prepare x y", "data inspect x", "compare verify x"),
-    f"launch tpu-vm quickstart {RUN} --zone us-east5-a --accelerator v6e-8",
-    "launch tpu-vm status --name a --zone us-east5-a",
-    f"launch gke quickstart {RUN} --topology v6e:4x4",
-    "launch gke status --name a",
-    f"launch slurm quickstart {RUN}",
-    "launch slurm status --name a",
+    *(TPU_VM, "launch tpu-vm status --name a --zone us-east5-a"),
+    *(GKE, "launch gke status --name a"),
+    *(SLURM, "launch slurm status --name a"),
 ]
 NUMBERS = {"N", "X", "I", "K", "SECONDS", "MONEY", "LOSS"}
 ANY_TEXT = {"TEXT", "PATH", "FILE.json", "FILE.py:NAME"}
@@ -233,8 +232,10 @@ ANY_TEXT = {"TEXT", "PATH", "FILE.json", "FILE.py:NAME"}
 
 @pytest.fixture
 def call(capsys, tmp_path, monkeypatch):
-    """Runs a command, which writes no file; gives its exit code and what it printed."""
+    """Runs a command, which writes no file and finds no program on PATH; gives its exit code and
+    what it printed."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("COLUMNS", "100")
     for variable in ("JAX_PLATFORMS", "XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL"):
         monkeypatch.setenv(variable, os.environ.get(variable, ""))  # restored: `plan` sets them

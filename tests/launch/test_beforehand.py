@@ -1,10 +1,11 @@
-"""What `maxmars launch` refuses before any program of the platform is called, and what it takes."""
+"""What `maxmars launch` refuses, and what a dry run prints, without gcloud, kubectl and SLURM: words
+are checked before programs."""
 
-import os
+import shutil
 from pathlib import Path
 
 import pytest
-from fake_cloud import launch, program, with_options
+from fake_cloud import launch, with_options
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
 LARGE_BATCH = str(Path(__file__).with_name("large_batch.py"))
@@ -79,14 +80,14 @@ TAKEN = [
 
 
 @pytest.fixture(autouse=True)
-def called(tmp_path, monkeypatch):
-    """A file that every program of a platform would make."""
-    for name in ("gcloud", "kubectl", "sbatch"):
-        program(tmp_path / "bin" / name, f"#!/bin/sh\ntouch {tmp_path}/called\n")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setenv("HOME", str(tmp_path))  # where no key lies
+def bare_machine(tmp_path, monkeypatch):
+    """A PATH with git alone, a home without a key."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "git").symlink_to(shutil.which("git"))
+    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    return tmp_path / "called"
 
 
 def command(words, options):
@@ -97,7 +98,7 @@ def command(words, options):
 @pytest.mark.parametrize(
     ("code", "words", "options", "named"), REFUSALS, ids=[f"{w[0]} {o}" for _, w, o, _ in REFUSALS]
 )
-def test_refusals(called, capsys, monkeypatch, code, words, options, named):
+def test_refusals(capsys, monkeypatch, code, words, options, named):
     if "WANDB_API_KEY" in options:
         monkeypatch.setenv("WANDB_API_KEY", "key")
     assert launch(*command(words, options)) == code
@@ -105,18 +106,16 @@ def test_refusals(called, capsys, monkeypatch, code, words, options, named):
     assert error.startswith("maxmars: error: ")
     assert error.count("\n") == 1
     assert named in error
-    assert not called.exists()
 
 
 @pytest.mark.parametrize(
     ("words", "options", "shown"), TAKEN, ids=[f"{w[0]} {o}" for w, o, _ in TAKEN]
 )
-def test_what_is_taken(called, capsys, tmp_path, words, options, shown):
+def test_what_is_taken(capsys, tmp_path, words, options, shown):
     (tmp_path / "setup.sh").write_text("mount")
     options = options.replace("SETUP", str(tmp_path / "setup.sh"))
     assert launch(*command(words, f"--dry-run {options}")) == 0
     assert shown in capsys.readouterr().out
-    assert not called.exists()
 
 
 @pytest.mark.parametrize(
@@ -153,3 +152,11 @@ def test_what_is_unwise_under_slurm_is_warned_of(capsys, config, options, said):
     warnings = [line for line in lines if "warning" in line]
     assert any(said in line for line in warnings) if said else not warnings
     assert ("8 x GPU, 16.00 an hour" in lines[-1]) == ("8" in options)
+
+
+@pytest.mark.parametrize(
+    ("words", "program"), [(TPU, "gcloud"), (GKE, "kubectl"), (SLURM, "sbatch")]
+)
+def test_a_run_without_the_program_of_its_platform(capsys, words, program):
+    assert launch("launch", *words) == 1
+    assert f"`{program}`" in capsys.readouterr().err.splitlines()[-1]
