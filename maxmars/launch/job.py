@@ -7,6 +7,7 @@ checks of words that go into other programs' command lines, and calls of the use
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hashlib
 import importlib.metadata
@@ -123,18 +124,38 @@ class RunOptions(CheckedConfig):
 class PackedCheckout:
     """A packed checkout."""
 
-    archive: bytes
-    """A .tar.gz; the same files give the same bytes."""
+    contents: Mapping[str, bytes] = field(repr=False)
+    """Of the files, by their paths relative to the top, none of which leads out of it."""
     config: str
-    """CONFIG of `maxmars train`, relative to the top of the archive."""
-    names: Sequence[str]
-    """Of the files in it, relative to the top."""
+    """CONFIG of `maxmars train`, relative to the top."""
     untracked: Sequence[str] = ()
     """Files of the checkout among them that git does not track, and nobody named."""
 
     def has(self, path: str) -> bool:
         """Whether a relative path, from the top, is that of a file or a folder in the archive."""
-        return any(PurePosixPath(name).is_relative_to(path) for name in self.names)
+        return any(PurePosixPath(name).is_relative_to(path) for name in self.contents)
+
+    @functools.cached_property
+    def archive(self) -> bytes:
+        """The files as a .tar.gz; the same files give the same bytes."""
+        file = io.BytesIO()
+        with (
+            gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, mtime=0) as compressed,
+            tarfile.open(fileobj=compressed, mode="w") as tar,
+        ):
+            for name, content in sorted(self.contents.items()):
+                member = tarfile.TarInfo(name)
+                member.size, member.mode = len(content), _mode(name)
+                tar.addfile(member, io.BytesIO(content))
+        return file.getvalue()
+
+    def write(self, folder: Path) -> None:
+        """Write the files into a new folder, as they are in the archive."""
+        for name, content in self.contents.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+            path.chmod(_mode(name))
 
     @property
     def digest(self) -> str:
@@ -144,7 +165,7 @@ class PackedCheckout:
     @property
     def size(self) -> str:
         """Number of files and size, for the user."""
-        return f"{len(self.names)} files of the checkout, {len(self.archive) / 1000:.0f} kB"
+        return f"{len(self.contents)} files of the checkout, {len(self.archive) / 1000:.0f} kB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,9 +268,8 @@ def pack(
             f"ignore, the largest {largest}; list what the run does not need in .gitignore."
         )
     return PackedCheckout(
-        archive=_archive(contents),
+        contents=contents,
         config=f"{name}:{choices}" if choices else name,
-        names=sorted(contents),
         untracked=[name for name in untracked if name not in named],
     )
 
@@ -277,17 +297,8 @@ def _files(root: Path) -> tuple[list[str], list[str]]:
     return sorted(listed("--cached") | others), sorted(others)
 
 
-def _archive(contents: dict[str, bytes]) -> bytes:
-    file = io.BytesIO()
-    with (
-        gzip.GzipFile(fileobj=file, mode="wb", compresslevel=6, mtime=0) as compressed,
-        tarfile.open(fileobj=compressed, mode="w") as tar,
-    ):
-        for name in sorted(contents):
-            member = tarfile.TarInfo(name)
-            member.size, member.mode = len(contents[name]), 0o755 if name.endswith(".sh") else 0o644
-            tar.addfile(member, io.BytesIO(contents[name]))
-    return file.getvalue()
+def _mode(name: str) -> int:
+    return 0o755 if name.endswith(".sh") else 0o644
 
 
 # Words that may go into the command lines of other programs.

@@ -8,13 +8,11 @@ exits with 75, and the script asks SLURM to queue its job again, unless the job 
 from __future__ import annotations
 
 import getpass
-import io
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -255,18 +253,16 @@ exit "$code"
 
 
 def launch(options: SlurmOptions, job: Job) -> None:
-    """Unpack the checkout, write the script and submit it.
+    """Write the checkout and the script, and submit it.
 
     Raises:
       ValueError: sbatch refuses.
     """
     copy = _copy_of_checkout(job)
     if not copy.exists():
-        unpacked = copy.with_name(f"{copy.name}.part{os.getpid()}")
-        unpacked.mkdir(parents=True)
-        with tarfile.open(fileobj=io.BytesIO(job.checkout.archive)) as tar:
-            tar.extractall(unpacked, filter="data")
-        unpacked.rename(copy)
+        part = copy.with_name(f"{copy.name}.part{os.getpid()}")
+        job.checkout.write(part)
+        part.rename(copy)
     path = Path(job.workdir) / f"{job.name}.sbatch"
     path.write_text(script(options, job))
     number = run_or_fail(["sbatch", "--parsable", str(path)]).strip().split(";")[0]

@@ -1,5 +1,5 @@
-"""What `maxmars launch` refuses, and what a dry run prints, without gcloud, kubectl and SLURM: words
-are checked before programs."""
+"""What `maxmars launch` refuses and prints without gcloud, kubectl and SLURM: words come before
+programs."""
 
 import shutil
 from pathlib import Path

@@ -1,9 +1,7 @@
 """The packed checkout, and the names of machines."""
 
-import io
 import shutil
 import subprocess
-import tarfile
 
 import pytest
 from refusals import refused
@@ -46,16 +44,19 @@ def checkout(tmp_path):
 
 
 def names(packed):
-    with tarfile.open(fileobj=io.BytesIO(packed.archive)) as tar:
-        members = {member.name for member in tar.getmembers()}
-    return members - {"launch-constraints.txt", "launch-commit.txt"}
+    return set(packed.contents) - {"launch-constraints.txt", "launch-commit.txt"}
+
+
+def unpacked(packed, folder):
+    """The folder, with the archive's files as the hosts unpack them."""
+    folder.mkdir()
+    subprocess.run(["tar", "-xz", "-C", folder], input=packed.archive, check=True)
+    return folder
 
 
 def commit_of(packed, folder):
     """The commit that a run records which runs from the archive."""
-    with tarfile.open(fileobj=io.BytesIO(packed.archive)) as tar:
-        tar.extractall(folder, filter="data")
-    return git_commit(folder)
+    return git_commit(unpacked(packed, folder))
 
 
 def test_the_present_state_of_a_git_checkout_and_its_commit(checkout, tmp_path):
@@ -161,6 +162,20 @@ def test_no_checkout_and_one_that_is_too_large(checkout, tmp_path):
         file.truncate(50_000_001)
     with refused(ValueError, "large.bin"):
         pack(f"{checkout}/configs/a.py", root=checkout)
+
+
+def test_the_archive_has_what_is_written(checkout, tmp_path):
+    (checkout / "configs" / "mount.sh").write_text("mount")
+    packed = pack(f"{checkout}/configs/a.py", root=checkout)
+    packed.write(tmp_path / "written")
+
+    def files(folder):
+        paths = [path for path in folder.rglob("*") if path.is_file()]
+        return {p.relative_to(folder): (p.read_bytes(), p.stat().st_mode & 0o100) for p in paths}
+
+    written = files(tmp_path / "written")
+    assert {mode for _, mode in written.values()} == {0, 0o100}  # configs/mount.sh can be run
+    assert written == files(unpacked(packed, tmp_path / "unpacked"))
 
 
 def test_this_checkout_packs():
