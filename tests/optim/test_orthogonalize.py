@@ -36,18 +36,18 @@ def assert_trees_close(ours, theirs, atol=1e-13):
 @pytest.mark.parametrize(
     ("split", "shape"), [("fused", (16, 48)), ("qkv", (16, 16)), ("heads", (16, 4))]
 )
-def test_each_matrix_or_block_by_itself(split, shape):
-    updates = {"c_attn": random_matrices(2)["c_attn"]}
+def test_each_matrix_or_block_by_itself(split, shape, x64):
+    updates = {"c_attn": random_matrices(2, dtype="float64")["c_attn"]}
     plan = plan_orthogonalization(updates, {"c_attn": specs(split)["c_attn"]})
-    ours = compiled(updates, plan, dtype=jnp.float32, scale=None)["c_attn"]
-    rms = compiled(updates, plan, dtype=jnp.float32, scale="rms")["c_attn"]
+    ours = compiled(updates, plan, dtype=jnp.float64, scale=None)["c_attn"]
+    rms = compiled(updates, plan, dtype=jnp.float64, scale="rms")["c_attn"]
     x, (qkv, heads) = updates["c_attn"], {"fused": (1, 1), "qkv": (3, 1), "heads": (3, 4)}[split]
     blocks = x.reshape(2, 16, qkv, heads, -1).transpose(0, 2, 3, 1, 4)
     assert blocks.shape[-2:] == shape
-    expected = compiled_newton_schulz(jnp.asarray(blocks), dtype=jnp.float32)
+    expected = compiled_newton_schulz(jnp.asarray(blocks), dtype=jnp.float64)
     expected = expected.transpose(0, 3, 1, 2, 4).reshape(x.shape)
-    np.testing.assert_allclose(ours, expected, atol=2e-6)
-    np.testing.assert_allclose(rms, 0.2 * np.sqrt(max(shape)) * expected, atol=2e-6)
+    np.testing.assert_allclose(ours, expected, atol=1e-12)
+    np.testing.assert_allclose(rms, 0.2 * np.sqrt(max(shape)) * expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
