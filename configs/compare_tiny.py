@@ -6,7 +6,8 @@
 
 Size 0.3M has 0.35M parameters, and takes 1,024 steps of 1,024 tokens a run; 1M has 0.99M, and takes
 twice as many steps. Each optimizer's learning rate is the lower middle of the grid that `maxmars
-compare` makes of it. TOKENS is a directory that `maxmars data prepare` wrote.
+compare` makes of it. TOKENS is a directory of tokens that `maxmars data prepare` or another program
+wrote.
 """
 
 from typing import Literal
@@ -31,7 +32,7 @@ from maxmars.config import (
     TokenShardsConfig,
     TrainConfig,
 )
-from maxmars.data.metadata import read_metadata
+from maxmars.data.formats import vocab_size_of
 
 Optimizer = Literal[
     "adamw",
@@ -56,7 +57,7 @@ def get_config(
     name = optimizer.short if isinstance(optimizer, Source) else optimizer
     vocab_size, source = 257, PythonSourcesConfig()
     if data:
-        vocab_size = read_metadata(data).vocab_size
+        vocab_size = vocab_size_of(data)
         source = TokenShardsConfig(path=data)
     num_steps, num_layers, embed_dim = {"0.3M": (1024, 2, 112), "1M": (2048, 3, 160)}[size]
     return TrainConfig(

@@ -230,7 +230,6 @@ def _of_file(
             options,
             prog=prog,
             default=CompareArguments(config=contender, **shared),
-            switches=False,
         )
         for name, contender in config.contenders.items()
     }

@@ -100,7 +100,7 @@ def _first(arguments: Any) -> dict[str, str]:
             holder = _fields(holder).get(group)
         if dataclasses.is_dataclass(holder) and leaf in _fields(holder):
             text, value = _told(holder, leaf)
-            if value == "True|False" and isinstance(arguments, type):  # a switch without a value
+            if value == "True|False" and holder is arguments:  # a switch without a value
                 entries[f"--{name}"] = text.removesuffix(" (default: False)")
             else:
                 entries[f"--{name} {value}"] = text

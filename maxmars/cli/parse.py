@@ -15,7 +15,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Annotated, Any, TypeVar
@@ -31,14 +31,14 @@ from maxmars.config.train import TrainConfig
 from maxmars.config.user_code import Source
 
 HELP = ("-h", "--help", "--help-all")
-_MARKERS = (tyro.conf.AvoidSubcommands,)  # the config file decides which optimizer, not a word
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigArguments(CheckedConfig):
     """The arguments of a command that takes a CONFIG. Subclasses add the command's own options."""
 
-    config: Annotated[TrainConfig, tyro.conf.arg(name="")]
+    # True or False follows a field of the config; options of the command itself are switches.
+    config: Annotated[TrainConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     """The config that CONFIG names, with the overrides of the command line."""
 
 
@@ -68,7 +68,7 @@ def parse_arguments(
       UsageError: there is no CONFIG, or an option is wrong; see also `load_config`.
       SystemExit: 0 after `--help`.
     """
-    indices = _indices_of_words(argv)
+    indices = _indices_of_words(argv, _switches_of(arguments))
     about = ""
     if asks_for_help(argv):  # also for that of a group, whose name is no CONFIG
         groups = {field.name for field in dataclasses.fields(TrainConfig)}
@@ -85,7 +85,6 @@ def parse_arguments(
         [word for index, word in enumerate(argv) if index not in indices[:1]],
         prog=f"{prog} {shlex.quote(spec) if indices else 'CONFIG'}",
         default=arguments(config=load_config(spec, choices, _value_in(argv, "--optimizer.make"))),
-        switches=False,
         about=about,
         meant=functools.partial(choice_meant, prog, spec),
     )
@@ -160,7 +159,6 @@ def parse_options(
     *,
     prog: str,
     default: Options | None = None,
-    switches: bool = True,
     about: str = "",
     meant: Callable[[str, str | None], str] = lambda word, value: "",
     recorded: bool = True,
@@ -172,7 +170,6 @@ def parse_options(
       argv: the command line after the command's name.
       prog: the command's name in help and errors.
       default: the values of options that are not given; None takes the dataclass's own.
-      switches: whether a boolean is an option without a value; else True or False follows it.
       about: told by `--help` below the dataclass's docstring.
       meant: a hint at what an unknown word and the value after it mean, "" for that of the option
         with the most similar name.
@@ -183,8 +180,6 @@ def parse_options(
         of another type than the field's, is a credential, or is refused by the dataclass.
       SystemExit: 0 after `--help`.
     """
-
-    markers = _MARKERS if switches else (*_MARKERS, tyro.conf.FlagConversionOff)
     if asks_for_help(argv):
         whole = arguments if default is None else default
         groups = groups_of(whole)
@@ -192,11 +187,11 @@ def parse_options(
         if asked is not None:
             field = (asked, type(groups[asked]), dataclasses.field(default=groups[asked]))
             alone = dataclasses.make_dataclass("Group", [field])
-            _, _, options = _all_options(alone, None, prog, markers).partition("\n\n")
+            _, _, options = _all_options(alone, None, prog).partition("\n\n")
             print(f"usage: {prog} [OPTIONS]\n\n{evened(options)}")
         else:
             in_full = "--help-all" in argv
-            options = _all_options(arguments, default, prog, markers)
+            options = _all_options(arguments, default, prog)
             print_help(whole, options, prog=prog, about=about, in_full=in_full)
         sys.exit(0)
     if recorded:
@@ -204,7 +199,7 @@ def parse_options(
     box = io.StringIO()  # which tyro draws with plain dashes where standard output is a text too
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(box):
-            parsed, unknown = _call_tyro(argv, arguments, default, prog, markers)
+            parsed, unknown = _call_tyro(argv, arguments, default, prog)
     except (SystemExit, ValueError) as error:
         raise UsageError(_why(error, box.getvalue(), prog)) from error
     if unknown:
@@ -236,26 +231,24 @@ def _refuse_credentials(argv: Sequence[str], prog: str) -> None:
 
 def options_of(arguments: type[Any], default: Any = None) -> list[str]:
     """The options that a command takes, such as `--data.path`."""
-    return re.findall(r"--\w[\w.-]*", _all_options(arguments, default, "", _MARKERS))
+    return re.findall(r"--\w[\w.-]*", _all_options(arguments, default, ""))
 
 
-def _all_options(arguments: type[Any], default: Any, prog: str, markers: tuple[Any, ...]) -> str:
+def _all_options(arguments: type[Any], default: Any, prog: str) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        _call_tyro(["--help"], arguments, default, prog, markers)
+        _call_tyro(["--help"], arguments, default, prog)
     return printed.getvalue()
 
 
-def _call_tyro(
-    words: Sequence[str], arguments: type[Any], default: Any, prog: str, markers: tuple[Any, ...]
-) -> Any:
+def _call_tyro(words: Sequence[str], arguments: type[Any], default: Any, prog: str) -> Any:
     return tyro.cli(
         arguments,
         args=words,
         prog=prog,
         description="",
         default=tyro.MISSING_NONPROP if default is None else default,
-        config=markers,
+        config=(tyro.conf.AvoidSubcommands,),  # the config file decides which optimizer, not a word
         registry=VALUES,
         return_unknown_args=True,
     )
@@ -308,7 +301,13 @@ def split_positionals(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return [argv[index] for index in indices], options
 
 
-def _indices_of_words(argv: Sequence[str]) -> list[int]:
+def _switches_of(arguments: type[Any]) -> list[str]:
+    """The options of a command that have no value."""
+    fields = [f for f in dataclasses.fields(arguments) if isinstance(f.default, bool)]
+    return [f"--{no}{f.name.replace('_', '-')}" for f in fields for no in ("", "no-")]
+
+
+def _indices_of_words(argv: Sequence[str], switches: Collection[str] = ()) -> list[int]:
     """The indices of the words that are neither an option nor the first value of one."""
     indices: list[int] = []
     is_value = False
@@ -316,5 +315,6 @@ def _indices_of_words(argv: Sequence[str]) -> list[int]:
         is_option = word.startswith("-")
         if not is_value and not is_option:
             indices.append(index)
-        is_value = not is_value and is_option and "=" not in word and word not in HELP
+        has_value = "=" not in word and word not in (*HELP, *switches)
+        is_value = not is_value and is_option and has_value
     return indices

@@ -256,7 +256,7 @@ def _check_changes(
     elif not any(name.partition(".")[0] == "model" for name in names):
         way_out += (
             f" and start there from its weights with --init-from {workdir}, or go on here with "
-            "--new-optimizer-state True"
+            "--new-optimizer-state"
         )
     raise ValueError(f"{problem}. {way_out}.")
 

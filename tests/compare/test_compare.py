@@ -146,7 +146,7 @@ def test_missing_cells_are_run_and_finished_ones_kept(compare_command, kept, com
     (kept / "rows.jsonl").write_text(rows + '{"cell": {"contender": "lion", "sett')  # a kill
     assert read_results(comparison, kept).keys() == before.keys() - {LION}
 
-    cli.main([*compare_command, str(kept), "--budget", "3", "--json", "True"])
+    cli.main([*compare_command, str(kept), "--budget", "3", "--json"])
     out, err = capsys.readouterr()
     assert f"{len(before) - 1} cells" in err
     assert json.loads(out) == {"sizes": [reported(kept)]}
@@ -180,14 +180,14 @@ def test_a_search_that_starts_from_another_comparison(compare_command, compared,
 def test_a_dry_run_says_cells_and_time_and_writes_nothing(
     compare_command, compared, tmp_path, capsys
 ):
-    cli.main([*compare_command, str(tmp_path / "new"), "--dry-run", "True"])
+    cli.main([*compare_command, str(tmp_path / "new"), "--dry-run"])
     printed = " ".join(capsys.readouterr().out.split())
     assert re.search(r"adamw, learning_rate 0.004 10000 3 \d", printed)
     assert re.search(r"lion, learning_rate 0.001 0.004 3 \d", printed)
     assert re.search(r" 6 cells .*\d", printed)
     assert not (tmp_path / "new").exists()
 
-    cli.main([*compare_command, str(compared), "--dry-run", "True"])  # is complete
+    cli.main([*compare_command, str(compared), "--dry-run"])  # is complete
     assert re.search(" 0 cells .* 0:00", capsys.readouterr().out)
 
 
@@ -341,7 +341,7 @@ def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
     assert "2 cells" in capsys.readouterr().out
     cli.main(["compare", "verify", str(workdir), "--contender", "lion", "--size", "32"])
     assert "32, lion, seed 0, 4 steps: " in capsys.readouterr().out
-    cli.main([*words, "--start-from", str(workdir / "16"), "--dry-run", "True"])
+    cli.main([*words, "--start-from", str(workdir / "16"), "--dry-run"])
     assert "At most 2 cells" in capsys.readouterr().out
 
 

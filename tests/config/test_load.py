@@ -79,18 +79,19 @@ def test_a_bare_name_means_a_file_of_configs(tmp_path, monkeypatch):
     assert load_config("ablations:optimizer=gamma_0").name == "compare-tiny-mars-gamma_0"
 
 
-def test_quickstart_takes_any_tokens(tmp_path):
+@pytest.mark.parametrize("name", ["quickstart", "compare_tiny"])
+def test_a_small_config_takes_any_tokens(name, tmp_path):
     write_shards(tmp_path / "tokens", np.arange(100), vocab_size=500)
-    config = load_config(f"quickstart:data={tmp_path / 'tokens'}")
+    config = load_config(f"{name}:data={tmp_path / 'tokens'}")
     assert config.data == TokenShardsConfig(path=str(tmp_path / "tokens"))
     assert config.model.vocab_size == 500
     write_nanogpt(tmp_path / "nanogpt", np.arange(100), np.arange(100))
-    assert load_config(f"quickstart:data={tmp_path / 'nanogpt'}").model.vocab_size == 50257
+    assert load_config(f"{name}:data={tmp_path / 'nanogpt'}").model.vocab_size == 50257
     for magic, size in ((20240520, 1), 50257), ((20240801, 7), 128256):
         write_llm_c(tmp_path / str(size) / "a_train.bin", np.arange(100), *magic)
-        assert load_config(f"quickstart:data={tmp_path / str(size)}").model.vocab_size == size
+        assert load_config(f"{name}:data={tmp_path / str(size)}").model.vocab_size == size
     with refused(UsageError, tmp_path / "none"):
-        load_config(f"quickstart:data={tmp_path / 'none'}")
+        load_config(f"{name}:data={tmp_path / 'none'}")
 
 
 def test_any_text_may_hold_colons_and_commas(write):

@@ -270,7 +270,7 @@ def test_two_processes_are_killed_in_a_steered_session_and_go_on(tmp_path):
     shutil.copytree(alone, two)
     (tmp_path / "config.py").write_text(config.replace("optimizer=ADAMW", "optimizer=LionConfig()"))
     until = "--num-steps 60 --checkpoint.every 10 --resume-overrides guard,optimizer"
-    order = "--rewind 2 --skip-examples 5 --new-optimizer-state True"
+    order = "--rewind 2 --skip-examples 5 --new-optimizer-state"
     guard = "--guard.grad-norm-spike-threshold 1 --guard.history 3 --guard.max-consecutive-skips 50"
     words = [*until.split(), *order.split(), *guard.split()]
 
