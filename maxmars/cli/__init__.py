@@ -109,7 +109,8 @@ def _continues(argv: list[str]) -> bool:
 def _dispatch(argv: list[str]) -> int:
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name in COMMANDS:
-        _stay_on_the_cpu_without_chips()
+        if name != "launch":  # whose programs hand the variable on to the run
+            _stay_on_the_cpu_without_chips()
         command = COMMANDS[name]
         module = importlib.import_module(f"{__name__}.{command.module}")
         return getattr(module, command.function)(rest)
@@ -151,8 +152,10 @@ def _stay_on_the_cpu_without_chips() -> None:
     (extra `tpu` or `cuda`), as `maxmars plan` needs.
 
     JAX loads each of these to look for chips; libtpu (0.0.42) and the CUDA plugin (0.10.2) then log
-    pages of what is missing.
+    pages of what is missing. Where SLURM gave GPUs, these pages are what the user needs.
     """
+    if os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
+        return
     parent = importlib.util.find_spec("jax_plugins")  # without it the next would raise
     has_cuda = parent is not None and importlib.util.find_spec("jax_plugins.xla_cuda13")
     if has_cuda or importlib.util.find_spec("libtpu"):

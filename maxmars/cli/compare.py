@@ -124,8 +124,10 @@ def run(argv: list[str]) -> int:
         from maxmars.compare.report import print_report, report_json
         from maxmars.compare.run import Share, compare
         from maxmars.compare.summary import summarize
+        from maxmars.distributed import processes
         from maxmars.distributed.exits import EXIT_CODE
 
+    processes.check_accelerators()
     share = Share(*_share(arguments.cells))
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         if arguments.dry_run:

@@ -138,6 +138,7 @@ def run(argv: list[str]) -> int:
 
     cluster = arguments.coordinator, arguments.num_processes, arguments.process_id
     open_port = processes.initialize(*cluster)
+    processes.check_accelerators()
     if arguments.output is not None:
         _check_output(arguments.output)
     mesh = sharding.make_mesh(arguments.mesh)

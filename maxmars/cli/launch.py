@@ -24,6 +24,7 @@ from maxmars.config.user_code import sources_in
 from maxmars.launch import gke, slurm, tpu_vm
 from maxmars.launch.beforehand import (
     check_data_reach,
+    check_gpus_reach,
     check_trackers_reach,
     parameters,
     token_directories,
@@ -233,6 +234,7 @@ def _check_gke(options: GkeOptions, config: TrainConfig, checkout: PackedCheckou
 
 def _check_slurm(options: SlurmOptions, config: TrainConfig, checkout: PackedCheckout) -> None:
     size = options.gpus_per_node
+    check_gpus_reach(options)
     if options.prolog is None:
         check_trackers_reach(config.log, options, has_package=True)
     for path in token_directories(config.data):

@@ -128,6 +128,7 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
             arguments.process_id,
             timeout_s=arguments.start_timeout_s,
         )
+        processes.check_accelerators()
         with ExitIfPeerIsLost(life.lost):
             life.met()
             processes.warn_once(open_port)

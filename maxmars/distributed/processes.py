@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxmars.config.errors import EXTERNAL_ERRORS, in_words
+from maxmars.config.errors import EXTERNAL_ERRORS, in_words, pip_install
 
 _LOGGER = logging.getLogger(__name__)
 _HEARTBEAT_TIMEOUT_S = 60  # JAX counts a process that is silent for so long as lost, and aborts
@@ -116,6 +116,34 @@ def initialize(
         "JAX's coordinator in process 0 listens on every interface, without authentication: let "
         "none but the run's hosts reach its port, or set JAX_COORDINATOR_BIND_ADDRESS=ADDRESS:PORT"
     )
+
+
+def check_accelerators() -> None:
+    """Check, after `initialize`, that JAX uses the accelerators that this process was given.
+
+    Without JAX_PLATFORMS, JAX takes the CPU where it finds no plugin, driver or free device.
+
+    Raises:
+      OSError: JAX cannot use what JAX_PLATFORMS names, or has only CPUs where SLURM gave GPUs.
+    """
+    asked = jax.config.jax_platforms or ""
+    try:
+        has_only_cpus = jax.default_backend() == "cpu"
+    except (RuntimeError, AssertionError) as error:  # the second where there is no NVIDIA GPU
+        reason = next(iter(str(error).splitlines()), "there is no such device")
+        raise OSError(f"JAX has no device of JAX_PLATFORMS={asked}: {reason}") from error
+    if has_only_cpus and asked.partition(",")[0] not in ("", "cpu"):
+        raise OSError(
+            f"JAX_PLATFORMS={asked}, and JAX finds only CPUs here; see whether `nvidia-smi` lists "
+            "GPUs, or set JAX_PLATFORMS=cpu."
+        )
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if has_only_cpus and not asked and gpus != "0":
+        raise OSError(
+            f"SLURM gave this step GPUs (SLURM_GPUS_ON_NODE={gpus}), and JAX would train on CPUs: "
+            f"see whether `nvidia-smi` lists them, and {pip_install('cuda')}. JAX_PLATFORMS=cpu "
+            "trains on CPUs all the same."
+        )
 
 
 def is_first(process_id: int | None) -> bool | None:

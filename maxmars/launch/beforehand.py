@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pkgutil
+import sys
 from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path, PurePosixPath
 
 from maxmars.config import (
@@ -17,7 +20,9 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.config.checks import UsageError
+from maxmars.config.errors import pip_install
 from maxmars.launch.job import PackedCheckout, RunOptions
+from maxmars.launch.slurm import SlurmOptions
 
 _PACKAGES = {"wandb": "log.wandb", "tensorboardX": "log.tensorboard"}
 _KEY = "WANDB_API_KEY"
@@ -87,6 +92,38 @@ def _has_key() -> bool:
     """Whether Weights & Biases finds a key here."""
     homes = (Path.home() / ".netrc", Path(os.environ.get("NETRC", "")))
     return _KEY in os.environ or any(path.is_file() for path in homes)
+
+
+def check_gpus_reach(options: SlurmOptions) -> None:
+    """Check that the JAX of this Python, which the run uses, can use the job's GPUs.
+
+    What --setup and --prolog install, and what a container has, is not known here.
+
+    Raises:
+      UsageError: JAX would train on CPUs.
+    """
+    asked = options.asked_gpus
+    others = options.setup is not None or options.prolog is not None
+    if asked is None or others or any(o.startswith("--container") for o in options.srun):
+        return
+    platforms = os.environ.get("JAX_PLATFORMS", "")  # which the job inherits
+    if platforms.partition(",")[0] == "cpu":
+        raise UsageError(
+            f"{asked}, and JAX_PLATFORMS={platforms} is set, by which the run would train on CPUs: "
+            "unset it."
+        )
+    if not _has_jax_plugin():
+        raise UsageError(
+            f"{asked}, and the JAX of {sys.executable}, which the run uses, has no CUDA and would "
+            f"train on CPUs: {pip_install('cuda')}."
+        )
+
+
+def _has_jax_plugin() -> bool:
+    """Whether JAX finds a plugin, without which it knows CPUs and TPUs alone."""
+    spec = importlib.util.find_spec("jax_plugins")  # a namespace package
+    folders = spec and spec.submodule_search_locations
+    return bool(entry_points(group="jax_plugins")) or any(pkgutil.iter_modules(folders or []))
 
 
 def parameters(config: TrainConfig) -> int:

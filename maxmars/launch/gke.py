@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar
 
 import yaml
@@ -159,7 +159,8 @@ class GkeOptions(RunOptions, JobSet):
     install: bool = True
     """Install the packages in each pod at each start; leave it out where the image has them."""
     claim: Annotated[tuple[str, ...], arg(metavar="CLAIM:/PATH")] = ()
-    """PersistentVolumeClaims to mount, with the data for example."""
+    """PersistentVolumeClaims to mount, with the data for example; several pods need one whose
+    accessModes have ReadWriteMany."""
     spot: bool = False
     """Use spot nodes, which may be taken away at any time."""
     node_selector: Annotated[tuple[str, ...], arg(metavar="LABEL=VALUE")] = ()
@@ -319,6 +320,9 @@ def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": path})
     environment = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
+    if "JAX_PLATFORMS" not in job.environment:  # JAX would else take CPUs where it finds no chip
+        platforms = "tpu,cpu" if options.has_tpu else "cuda,cpu"
+        environment.append({"name": "JAX_PLATFORMS", "value": platforms})
     if not options.has_tpu:  # GKE's driver
         environment.append({"name": "LD_LIBRARY_PATH", "value": "/usr/local/nvidia/lib64"})
     container: dict[str, Any] = {
@@ -444,6 +448,7 @@ def launch(options: GkeOptions, job: Job) -> None:
             f"there is a JobSet {job.name} already; `maxmars launch gke delete {where}` deletes it "
             "(not its results), and the same command then continues the run."
         )
+    _check_claims(options, job)
     run_program(options.delete_files())
     packed = {"source.tar.gz": base64.b64encode(archive).decode()}
     _create(
@@ -454,6 +459,27 @@ def launch(options: GkeOptions, job: Job) -> None:
         _create(options, "Secret", f"{job.name}-environment", values)
     _create(options, "JobSet", job.name, jobset(options, job))
     log(f"see `maxmars launch gke status|logs|delete {where}`")
+
+
+def _check_claims(options: GkeOptions, job: Job) -> None:
+    """Check that the PersistentVolumeClaims are there, and that all pods can mount them.
+
+    Raises:
+      ValueError: pods would wait for a volume, without end.
+    """
+    pods = options.num_slices * options.slice.num_hosts
+    for words in options.claim:
+        claim, _, mount = words.partition(":")
+        query = ["get", f"pvc/{claim}", "--output=jsonpath={.spec.accessModes}"]
+        modes = run_or_fail(options.kubectl(*query))
+        needed = ["ReadWriteMany"]
+        if not PurePosixPath(job.workdir).is_relative_to(mount):
+            needed.append("ReadOnlyMany")
+        if pods > 1 and not any(mode in modes for mode in needed):
+            raise ValueError(
+                f"--claim {words} has accessModes {modes}, and {pods} pods mount it: take one with "
+                f"{' or '.join(needed)}, such as Filestore's, or a bucket."
+            )
 
 
 def _create(

@@ -119,6 +119,7 @@ start() {
 run() {
   local code restarts=0
   put run.pid "$$"
+  export JAX_PLATFORMS=tpu,cpu  # JAX would else take the CPU where it finds no TPU
   load_environment
   cd "$home/source"
   while true; do

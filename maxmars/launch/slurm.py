@@ -166,6 +166,14 @@ class SlurmOptions(RunOptions, SlurmName):
         own = ("--cpus-per-task", "--cpus-per-gpu", "--exclusive")
         return self.cpus_per_task is not None or any(o.startswith(own) for o in self.sbatch)
 
+    @property
+    def asked_gpus(self) -> str | None:
+        """The option that asks for GPUs; None where none does."""
+        if self.gpus_per_node:
+            return f"--gpus-per-node {self.gpus_per_node}"
+        others = (o for o in self.sbatch if re.match(r"--(gpus|gres=.*gpu)", o))
+        return next((f"--sbatch {option}" for option in others), None)
+
     def shared_workdir(self) -> str:
         """As it may stand in the script's #SBATCH lines, where quoting is impossible.
 

@@ -39,6 +39,7 @@ for arguments, environment, address, port in json.loads(sys.argv[1]):
     print(json.dumps([is_open, warning is not None]))
     processes.shutdown()
 """
+PLUGIN = "def initialize(): pass"
 SLURM = {
     "SLURM_JOB_ID": "70001",
     "SLURM_STEP_NODELIST": "127.0.0.1",
@@ -151,3 +152,25 @@ def test_errors_of_a_lost_peer(error, lost):
     wrapped = OSError("a checkpoint could not be written")
     wrapped.__cause__ = error
     assert failures.is_of_lost_peer(wrapped) == lost
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("SLURM_GPUS_ON_NODE", "8"), ("JAX_PLATFORMS", "tpu,cpu"), ("JAX_PLATFORMS", "cuda")],
+)
+def test_train_refuses_a_cpu_in_place_of_what_was_asked_for(name, value, tmp_path):
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    if name == "SLURM_GPUS_ON_NODE":  # also with CUDA's wheels, where there is no driver
+        (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+        (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").write_text(PLUGIN)
+        environment["PYTHONPATH"] = str(tmp_path)
+    command = [sys.executable, "-m", "maxmars", "train", "quickstart", "--num-processes", "1"]
+    command += ["--workdir", str(tmp_path / "run")]
+    done = subprocess.run(command, env=environment | {name: value}, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    *_, error = done.stderr.splitlines()
+    assert error.startswith("maxmars: error: ")
+    assert f"{name}={value}" in error
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -57,6 +57,7 @@ class RealSlurm:
         values |= {f"{name}_port": free_port() for name in ("controller", "first", "second")}
         conf = Path(__file__).with_name("slurm.conf").read_text()
         (folder / "slurm.conf").write_text(conf.format(**values))
+        (folder / "gres.conf").write_text("Name=gpu File=/dev/null\n")  # taken for a GPU
         (folder / "hosts").write_text(f"127.0.0.1 localhost n1 n2 {host}\n")
         (folder / "key").touch(mode=0o600)
         (folder / "key").write_bytes(os.urandom(128))

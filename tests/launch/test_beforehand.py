@@ -2,10 +2,12 @@
 programs."""
 
 import shutil
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from fake_cloud import launch, with_options
+from fake_cloud import gpus_for_jax, launch, with_options
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
 LARGE_BATCH = str(Path(__file__).with_name("large_batch.py"))
@@ -111,7 +113,8 @@ def test_refusals(capsys, monkeypatch, code, words, options, named):
 @pytest.mark.parametrize(
     ("words", "options", "shown"), TAKEN, ids=[f"{w[0]} {o}" for w, o, _ in TAKEN]
 )
-def test_what_is_taken(capsys, tmp_path, words, options, shown):
+def test_what_is_taken(capsys, tmp_path, monkeypatch, words, options, shown):
+    gpus_for_jax(tmp_path, monkeypatch)
     (tmp_path / "setup.sh").write_text("mount")
     options = options.replace("SETUP", str(tmp_path / "setup.sh"))
     assert launch(*command(words, f"--dry-run {options}")) == 0
@@ -145,7 +148,10 @@ def test_a_slice_is_named_by_its_chips_or_by_googles_type(capsys, words, options
         ("gpt2", "--gpus-per-node 8 --cpus-per-task 64", "is relative"),
     ],
 )
-def test_what_is_unwise_under_slurm_is_warned_of(capsys, config, options, said):
+def test_what_is_unwise_under_slurm_is_warned_of(
+    capsys, tmp_path, monkeypatch, config, options, said
+):
+    gpus_for_jax(tmp_path, monkeypatch)
     words = ["slurm", config, *RUN, "--dry-run", "--price", "2"]
     assert launch(*command(words, options)) == 0
     lines = capsys.readouterr().err.splitlines()
@@ -160,3 +166,23 @@ def test_what_is_unwise_under_slurm_is_warned_of(capsys, config, options, said):
 def test_a_run_without_the_program_of_its_platform(capsys, words, program):
     assert launch("launch", *words) == 1
     assert f"`{program}`" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(find_spec("jax_plugins") is not None, reason="this JAX has CUDA")
+def test_gpus_are_not_asked_for_to_train_on_cpus(capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    words = ["launch", *SLURM, "--dry-run"]
+    for asked in ("--sbatch=--gres=gpu:8", "--sbatch=--gpus=16", "--gpus-per-node=8"):
+        assert launch(*words, asked) == 2  # no CUDA in this Python
+        assert sys.executable in capsys.readouterr().err
+    words.append("--gpus-per-node=8")
+    setup = tmp_path / "setup.sh"
+    setup.touch()
+    for option in (f"--setup={setup}", f"--prolog={setup}", "--srun=--container-image=cuda"):
+        assert launch(*words, option) == 0  # which may have it
+    gpus_for_jax(tmp_path, monkeypatch)
+    assert launch(*words) == 0
+    capsys.readouterr()
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")  # which the job would inherit
+    assert launch(*words) == 2
+    assert "JAX_PLATFORMS=cpu" in capsys.readouterr().err

@@ -14,18 +14,22 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_cloud import launch, program
+from fake_cloud import launch, program, with_options
 
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
 START = ["launch", "gke", CONFIG, "--name", "run1", "--workdir", "/mnt/run1"]
 TPU = [*START, "--topology", "v5p:4x4x4"]
 
-# Writes its words and, of `create`, the file; `get` finds what is named in the file `there`.
+# Writes its words and, of `create`, the file; `get` finds what is named in the file `there`, and
+# claims with the accessModes in `modes`.
 KUBECTL = """#!/bin/bash
 printf '%s\\n' "$*" >>"$FAKE_CLOUD/calls"
 case $1 in
   create) file="${2#--filename=}"; cp -p "$file" "$FAKE_CLOUD/$(basename "$file")" ;;
-  get) grep -qsx "$2" "$FAKE_CLOUD/there" || { echo "NotFound" >&2; exit 1; } ;;
+  get)
+    if [[ $2 == pvc/* && -f $FAKE_CLOUD/modes ]]; then cat "$FAKE_CLOUD/modes"; exit; fi
+    grep -qsx "$2" "$FAKE_CLOUD/there" || { echo "NotFound" >&2; exit 1; }
+    ;;
   logs) echo "step 1" ;;
   delete) [[ ! -f $FAKE_CLOUD/forbidden ]] || { echo "ERROR: forbidden" >&2; exit 1; } ;;
 esac
@@ -238,6 +242,39 @@ def test_a_jobset_that_is_there(cloud, capsys):
     (cloud / "forbidden").touch()
     assert launch("launch", "gke", "delete", "--name", "run1") == 1
     assert "ERROR: forbidden" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("modes", "options", "code"),
+    [
+        ('["ReadWriteOnce","ReadWriteMany"]', "", 0),
+        ('["ReadWriteOnce"]', "", 1),
+        ('["ReadWriteOnce"]', "--topology v6e:2x4", 0),  # one pod
+        ('["ReadOnlyMany"]', "", 1),
+        ('["ReadOnlyMany"]', "--workdir gs://bucket/run1", 0),
+        (None, "--topology v6e:2x4", 1),  # there is no such claim
+    ],
+)
+def test_a_claim_must_be_for_all_pods(cloud, capsys, modes, options, code):
+    if modes is not None:
+        (cloud / "modes").write_text(modes)
+    words = with_options([*TPU, "--claim", "disk:/mnt"], options.split())
+    assert launch(*words) == code
+    assert ("create" in (cloud / "calls").read_text()) == (code == 0)
+    assert code == 0 or "disk" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("topology", "platforms"), [("v5p:4x4x4", "tpu,cpu"), ("h100:8", "cuda,cpu")]
+)
+def test_jax_may_not_take_cpus_in_place_of_chips(capsys, monkeypatch, topology, platforms):
+    def variables(*options):
+        _, _, container = pod_of(manifest(capsys, *START, "--topology", topology, *options))
+        return {variable["name"]: variable["value"] for variable in container["env"]}
+
+    assert variables()["JAX_PLATFORMS"] == platforms
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert "JAX_PLATFORMS" not in variables("--env", "JAX_PLATFORMS")  # the Secret has it
 
 
 @pytest.mark.seconds

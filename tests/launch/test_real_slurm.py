@@ -116,6 +116,16 @@ def test_the_same_command_given_twice_leaves_a_run_its_restarts(slurm, launched)
     launched.wait_for(lambda: launched.steps() > before)
 
 
+def test_gpus_that_jax_does_not_use_end_the_job(slurm, launched):
+    prolog = launched.folder / "prolog.sh"
+    prolog.write_text("unset JAX_PLATFORMS\n")
+    job = launched.launch("--nodes", "2", "--gpus-per-node", "1", "--prolog", str(prolog))
+    launched.wait_for(lambda: launched.state(job) == "FAILED")
+    assert slurm.job(job)["ExitCode"] == "1:0"
+    assert slurm.job(job)["Restarts"] == "0"
+    assert "SLURM_GPUS_ON_NODE=1" in (launched.workdir / f"slurm-{job}.out").read_text()
+
+
 def test_stop_lets_a_run_save_however_long_that_takes(slurm, launched):
     job = launched.launch()
     launched.wait_for(lambda: launched.steps() > 0)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_cloud import launch, program, with_options
+from fake_cloud import gpus_for_jax, launch, program, with_options
 
 from maxmars.config import load_config
 from maxmars.config.user_code import load_function, sources_in
@@ -39,7 +39,7 @@ exit $worst
 TASK = f"""#!/bin/bash
 exec {sys.executable} - "$@" <<'END'
 import json, os, sys
-names = [n for n in os.environ if n.startswith(("SLURM", "PYTHON", "WANDB", "MODULE"))]
+names = [n for n in os.environ if n.startswith(("SLURM", "PYTHON", "WANDB", "MODULE", "JAX"))]
 seen = {{"cwd": os.getcwd(), "argv": sys.argv[1:], "env": {{n: os.environ[n] for n in names}}}}
 with open(os.environ["FAKE_CLOUD"] + "/tasks", "a") as file:
     file.write(json.dumps(seen) + "\\n")
@@ -104,7 +104,8 @@ def run_job(cloud, path, code, restarts=0):
     return done.returncode, (cloud / "calls").read_text().splitlines()
 
 
-def test_the_script_runs_a_copy_on_each_node(cloud, capsys):
+def test_the_script_runs_a_copy_on_each_node(cloud, capsys, monkeypatch):
+    gpus_for_jax(cloud, monkeypatch)
     train = ["--mesh.tensor", "2", "--name", "$(touch bad) 'x'"]
     path = submit(cloud, capsys, "--gpus-per-node", "8", "--", *train)
     options = [line for line in path.read_text().splitlines() if line.startswith("#SBATCH")]
@@ -137,6 +138,7 @@ def test_the_script_runs_a_copy_on_each_node(cloud, capsys):
         assert task["env"]["PYTHONSAFEPATH"] == "1"
         assert task["env"]["SLURM_PROCID"] == str(number)  # by which JAX knows its place
         assert task["env"]["SLURM_CPUS_PER_TASK"] == "12"
+        assert "JAX_PLATFORMS" not in task["env"]  # a login node has no GPUs, the nodes have
 
 
 @pytest.mark.seconds

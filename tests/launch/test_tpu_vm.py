@@ -36,7 +36,9 @@ def cloud(tmp_path, monkeypatch):
 def test_a_queued_spot_tpu_from_request_to_deletion(cloud, capsys, monkeypatch, tmp_path):
     waiting = ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
     cloud.write("creations", [{"queued": waiting, "node": [*["CREATING"] * 3, "READY"]}])
-    cloud.train('echo "$PWD|$*|$WANDB_API_KEY" >"$FAKE_CLOUD/seen$FAKE_HOST"; echo "step 1"')
+    cloud.train(
+        'echo "$PWD|$*|$WANDB_API_KEY|$JAX_PLATFORMS" >"$FAKE_CLOUD/seen$FAKE_HOST"; echo "step 1"'
+    )
     monkeypatch.setenv("WANDB_API_KEY", "it's $ecret")
     setup = tmp_path / "mount.sh"
     setup.write_text('echo "$PWD|$WANDB_API_KEY" >"$FAKE_CLOUD/mounted$FAKE_HOST"\n')
@@ -59,11 +61,13 @@ def test_a_queued_spot_tpu_from_request_to_deletion(cloud, capsys, monkeypatch, 
     assert cloud.count("queued-resources delete run1 --force") == 1
     assert cloud.read("node") is None
     for host in range(2):  # started on both, at the top of the source
-        directory, arguments, key = (cloud.folder / f"seen{host}").read_text().strip().split("|")
+        seen = (cloud.folder / f"seen{host}").read_text().strip()
+        directory, arguments, key, platforms = seen.split("|")
         assert directory.endswith(f"host{host}/maxmars-run1/source")
         words = "-m maxmars train configs/quickstart.py --workdir /nfs/run1"
         assert arguments == f"{words} --num-steps 7 --name o'hara"
         assert key == "it's $ecret"
+        assert platforms == "tpu,cpu"  # JAX fails where there is no TPU
         mounted = (cloud.folder / f"mounted{host}").read_text().strip()
         assert mounted == f"{directory}|{key}"
     assert "ecret" not in output + (cloud.folder / "calls").read_text()
@@ -335,9 +339,8 @@ sleep 0.3; touch "$FAKE_CLOUD/once"; echo '["PREEMPTED"]' >"$FAKE_CLOUD/node"; e
 
 def test_without_gcloud(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    for command in (START, ["launch", "tpu-vm", "status", *WHERE]):
-        assert launch(*command) == 1
-        assert "`gcloud`" in capsys.readouterr().err
+    assert launch("launch", "tpu-vm", "status", *WHERE) == 1
+    assert "`gcloud`" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_bash_without_secrets(tmp_path, capsys, monkeypatch):
