@@ -31,9 +31,6 @@ class AuditArguments(CheckedConfig):
     replay: Annotated[Positive[int] | None, tyro.conf.arg(metavar="K")] = None
     """Compute K steps again, from a checkpoint that is still there, or from the seed, to a later
     saved step, and compare the digests. On other hardware or another mesh, rounding may differ."""
-    trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Check the rest of the run also where code of your own that it keeps is not the text that it
-    was trained with."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """Write the result here."""
 
@@ -50,9 +47,7 @@ def run(argv: list[str]) -> int:
     with Progress(stderr=True, quiet=True) as progress, progress.waiting("auditing"):
         from maxmars.train.audit import audit  # loads JAX
 
-        result = audit(
-            arguments.run, replay=arguments.replay, trust_code=arguments.trust_code, log=log
-        )
+        result = audit(arguments.run, replay=arguments.replay, log=log)
     if arguments.output is not None:
         fields = {"verdict": result.verdict, **dataclasses.asdict(result)}
         write_json(arguments.output, fields)

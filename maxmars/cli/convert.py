@@ -49,9 +49,6 @@ class ExportArguments(CheckedConfig):
     """With --push, make it private, if it is new."""
     report: Annotated[str | None, tyro.conf.arg(metavar="FILE.json,...")] = None
     """What `maxmars eval TARGET --output FILE.json` wrote: its scores are told in the card."""
-    trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Run the code of your own that a run keeps also where it is not the text that the run was
-    trained with; read it first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +149,6 @@ def _export(arguments: ExportArguments, out: str) -> str:
         out,
         dtype=arguments.dtype,
         add_files=add_card,
-        trust_code=arguments.trust_code,
     )
     files = "1 file" if exported.num_files == 1 else f"{exported.num_files} files"
     print(

@@ -105,9 +105,6 @@ class EvalArguments(CheckedConfig):
     batch_size: Annotated[Count[int] | None, tyro.conf.arg(metavar="N")] = None
     """Rows scored at once, over all devices; None takes what suits the device. The scores do not
     depend on it."""
-    trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Run the code of your own that a run keeps also where it is not the text that the run was
-    trained with; read it first."""
     hellaswag: HellaSwagArguments = field(default_factory=HellaSwagArguments)
     data: DataArguments = field(default_factory=DataArguments)
     lm_eval: LMEvalArguments = field(default_factory=LMEvalArguments)
@@ -228,7 +225,6 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         too_long=arguments.hellaswag.too_long,
         own=arguments.own,
         batch_size=arguments.batch_size,
-        trust_code=arguments.trust_code,
     )
     if processes.is_primary():
         rich.print(report.table())
@@ -248,7 +244,7 @@ def _run_lm_eval(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     from maxmars.eval.lm_eval import run_lm_eval
     from maxmars.eval.report import harness_table
 
-    model = load(arguments.target, mesh=mesh, trust_code=arguments.trust_code)
+    model = load(arguments.target, mesh=mesh)
     options = arguments.lm_eval
     report = run_lm_eval(
         model,

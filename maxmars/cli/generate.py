@@ -83,9 +83,6 @@ class GenerateArguments(CheckedConfig):
     given twice gets two samples."""
     batch_size: Annotated[Count[int], tyro.conf.arg(metavar="N")] = 16
     """Number of prompts continued at once."""
-    trust_code: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Run the code of your own that a run keeps also where it is not the text that the run was
-    trained with; read it first."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Devices: `tensor` and `fsdp` split a model that is too large for one."""
 
@@ -173,7 +170,7 @@ def _load(
         from maxmars.eval.trained_model import find_target
 
     # A model on the hub is fetched, which has its line.
-    target = find_target(arguments.target, trust_code=arguments.trust_code)
+    target = find_target(arguments.target)
     with progress.waiting(f"loading {arguments.target}"):
         mesh = sharding.make_mesh(arguments.mesh)
         programs.keep_in_cache(mesh.devices.flat[0].platform)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from typing import Any
 
 import maxmars
 from maxmars.checkpoint.journal import with_recorded
+from maxmars.checkpoint.recorded_code import recorded_copy
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_values
 from maxmars.config import TrainConfig, differences, from_dict, to_dict
@@ -38,9 +38,9 @@ from maxmars.distributed.files import (
     read_json,
     read_json_lines,
     try_lock,
+    write_bytes,
     write_json,
 )
-from maxmars.eval.trained_model import with_recorded_text
 
 COMPARISON = "compare.json"
 _ROWS = "rows.jsonl"
@@ -227,9 +227,8 @@ def _keep_code(config: TrainConfig, workdir: Path) -> None:
     """Copy the Python files that a config names to where `with_kept_code` finds them."""
     for source in sources_in(config):
         target = _kept(source, workdir)
-        if source.as_it_is() == source and with_recorded_text(source, target) is None:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source.file, target)
+        if source.as_it_is() == source:
+            write_bytes(target, source.text())
 
 
 def _kept(source: Source, workdir: Path) -> Path:
@@ -237,23 +236,15 @@ def _kept(source: Source, workdir: Path) -> Path:
 
 
 def with_kept_code(config: TrainConfig, workdir: Path) -> TrainConfig:
-    """The config of a comparison that names Python files as they were when it began: where they lay
-    then, or the copies in `workdir`.
+    """The config of a comparison, with each function in the copy of its file in `workdir`.
 
     Raises:
-      FileNotFoundError: a file is gone or was changed, and there is no copy.
+      ValueError: see `recorded_copy`.
     """
-
-    def kept_copy(source: Source) -> Source:
-        found = with_recorded_text(source, Path(source.file), _kept(source, workdir))
-        if found is None:
-            raise FileNotFoundError(
-                f"{source.file} is not the file of the comparison (SHA-256 {source.sha256}), and "
-                f"{workdir / _SOURCES} holds no copy of that."
-            )
-        return found
-
-    return with_sources(config, kept_copy)
+    way_out = "put that file back there, or compare the file as it is now in another --workdir"
+    return with_sources(
+        config, lambda source: recorded_copy(source, _kept(source, workdir), way_out)
+    )
 
 
 def open_comparison(comparisons: Sequence[Comparison], workdir: Path) -> None:

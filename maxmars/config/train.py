@@ -30,7 +30,7 @@ from maxmars.config.credentials import refuse_credentials
 from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
 from maxmars.config.optimizer import OptaxConfig, OptimizerConfig
-from maxmars.config.user_code import Source
+from maxmars.config.user_code import Source, sources_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,11 +113,6 @@ class EvalConfig(CheckedConfig):
                 source.function != other.function,
                 f"eval.own names two functions {source.function}, {source!r} and {other!r}, whose "
                 "numbers would have the same names; give one another name.",
-            )
-            require(
-                source.file == other.file or Path(source.file).name != Path(other.file).name,
-                f"eval.own names {source!r} and {other!r}, of which a run could keep only one, as "
-                "their files have the same name; rename one.",
             )
 
 
@@ -260,6 +255,13 @@ class TrainConfig(CheckedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_credentials(self, "")
+        for part in ("data", "model", "optimizer", "eval"):
+            for source, other in itertools.combinations(sources_in(getattr(self, part)), 2):
+                require(
+                    source.file == other.file or Path(source.file).name != Path(other.file).name,
+                    f"{part} names {source!r} and {other!r}, of which a run could keep only one, "
+                    "as their files have the same name; rename one.",
+                )
         require(
             self.num_microbatches is None or self.global_batch_size % self.num_microbatches == 0,
             f"global_batch_size={self.global_batch_size} must be a multiple of "

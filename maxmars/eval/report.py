@@ -16,6 +16,7 @@ from rich.table import Table
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.environment import environment
+from maxmars.checkpoint.recorded_code import recorded_code
 from maxmars.config import DataConfig, EvalConfig, TrainConfig
 from maxmars.config.checks import require
 from maxmars.config.user_code import Source
@@ -26,6 +27,7 @@ from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import json_number, write_json
 from maxmars.distributed.progress import Progress
+from maxmars.distributed.workdir import SOURCES
 from maxmars.eval.hellaswag import (
     HellaSwag,
     Protocol,
@@ -149,7 +151,6 @@ def score_models(
     too_long: Literal["cut", "leave_out"] = "cut",
     own: Sequence[Source | str] | None = None,
     batch_size: int | None = None,
-    trust_code: bool = False,
 ) -> Report:
     """Score one model, or two on the same data.
 
@@ -168,14 +169,13 @@ def score_models(
         all models.
       own: functions of the user's own; None takes those of the first target's run.
       batch_size: rows scored at once, over all devices; None takes as many as suit the device.
-      trust_code: see `find_target`.
 
     Raises:
       FileNotFoundError, ImportError, ValueError: something is missing or does not fit the model.
     """
     for name, value in (("num_windows", num_windows), ("batch_size", batch_size)):
         require(value is None or value > 0, f"{name}={value} must be positive.")
-    parsed = [find_target(target, trust_code=trust_code) for target in targets]
+    parsed = [find_target(target) for target in targets]
     windows, questions, models, scores = None, [], [], []
     with Progress(stderr=True) as status:
 
@@ -279,7 +279,9 @@ def _open_windows(
     first = targets[0]
     run = read(first.checkpoints, first.step).config if isinstance(first, RunTarget) else None
     if isinstance(run, TrainConfig):
-        data, num_windows = data or run.data, num_windows or run.eval.num_windows
+        assert isinstance(first, RunTarget)
+        data = data or recorded_code(run.data, first.workdir, SOURCES)
+        num_windows = num_windows or run.eval.num_windows
     if data is None:
         return None
     configs = sorted((t.config() for t in targets), key=lambda config: config.max_seq_len)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import math
 import os
 import shutil
@@ -26,6 +25,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.checkpoint import Checkpoint, candidates, find, load_params, read, save_params
+from maxmars.checkpoint.recorded_code import recorded_code
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, from_dict
 from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
@@ -36,13 +36,10 @@ from maxmars.data.tokenizer import GPT2Tokenizer, Tokenizer
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import (
     Workdir,
-    cache_directory,
-    is_remote,
     naming,
     read_json,
     require_access,
     resolve,
-    write_bytes,
     write_json,
 )
 from maxmars.distributed.progress import Progress
@@ -117,7 +114,6 @@ def load(
     path: str | Path | RunTarget | HFTarget,
     *,
     mesh: Mesh | None = None,
-    trust_code: bool = False,
     eot_token: str | None = None,
 ) -> TrainedModel:
     """Read a trained model: its parameters, configuration and tokenizer.
@@ -129,7 +125,6 @@ def load(
         be; or what `find_target` found.
       mesh: the parameters go here, in the shardings of training. It may be of any size and of any
         number of processes, all of which call. None is the first device of this process.
-      trust_code: see `find_target`, which `path` may have come from.
       eot_token: the token that ends a document, where a Hugging Face model's files name none or
         another one.
 
@@ -141,11 +136,7 @@ def load(
       OSError: a model on the hub cannot be fetched; see `hub.fetch`.
     """
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
-
-    if isinstance(path, RunTarget | HFTarget):
-        target = path
-    else:
-        target = find_target(path, trust_code=trust_code)
+    target = path if isinstance(path, RunTarget | HFTarget) else find_target(path)
     if isinstance(target, RunTarget):
         return _load_from_run(target, mesh)
     config = target.config()
@@ -195,8 +186,6 @@ class RunTarget:
     checkpoints: Workdir
     step: int | None
     """None is the newest sound checkpoint."""
-    trust_code: bool = False
-    """Run the file of a model of the user's own whatever its text is."""
 
     @property
     def workdir(self) -> Workdir:
@@ -227,82 +216,32 @@ class RunTarget:
     def config_to_run(self, stored: Checkpoint) -> ModelConfig:
         """The configuration of the model in a checkpoint, to use it here.
 
-        A module of the user's own is made by the file as it was in training, which the working
-        directory keeps.
+        A module of the user's own is made by the copy of its file that the run keeps.
 
         Raises:
-          ValueError: the file has another text than in training.
+          ValueError: see `recorded_code`.
         """
         config: Any = stored.model
         if config.make is None:
             # It may run on other devices than it was trained on.
             return dataclasses.replace(config, attention="auto")
-        return dataclasses.replace(config, make=self._kept(Source.of(config.make), MODEL_SOURCE))
+        return recorded_code(config, self.workdir, MODEL_SOURCE)
 
     def own_evaluations(self) -> tuple[Source, ...]:
         """The functions of the user's own that the run was evaluated by when it last started, in
-        the files that it keeps.
+        the copies of their files that the run keeps.
 
         Raises:
-          ValueError: a file has another text than in training.
+          ValueError: see `recorded_code`.
         """
         record = read_json(self.workdir / CONFIG) or {}
         own = from_dict(record.get("eval", {}).get("own"))
-        return tuple(self._kept(source, EVAL_SOURCE) for source in own or ())
-
-    def _kept(self, source: Source, folder: str) -> Source:
-        """A function by the copy of its file that the run keeps, which it may run."""
-        path = Path(source.file)
-        kept = self.workdir / folder / path.name
-        if not kept.exists():
-            kept = path
-        if not self.trust_code and kept.is_file():
-            check_code(kept, source)
-        return dataclasses.replace(source, file=str(_on_disk(kept))).as_it_is()
+        return recorded_code(own or (), self.workdir, EVAL_SOURCE)
 
     def name(self, stored: Checkpoint) -> str:
         """Name of the model in a checkpoint, for people."""
         evaluated = ", evaluation parameters" if stored.has_evaluation_params else ""
         return f"{self.workdir.name}, step {stored.step}{evaluated}"
-
-
-def with_recorded_text(source: Source, *places: Workdir) -> Source | None:
-    """A function in the first of these files that has the text whose SHA-256 was recorded; None if
-    none has."""
-    for place in places:
-        if place.is_file() and hashlib.sha256(place.read_bytes()).hexdigest() == source.sha256:
-            return dataclasses.replace(source, file=str(_on_disk(place)))
-    return None
-
-
-def _on_disk(file: Workdir) -> Workdir:
-    """A file, or its copy in the cache, where Python can run it."""
-    if not is_remote(file):
-        return file
-    text = file.read_bytes()
-    copy = cache_directory() / "sources" / hashlib.sha256(text).hexdigest() / file.name
-    write_bytes(copy, text)
-    return copy
-
-
-def check_code(kept: Workdir, source: Source) -> None:
-    """Compare a file of a run's own code with the SHA-256 that the run recorded of it, if it did.
-
-    Args:
-      kept: the file, before it runs.
-      source: the function in it, by the run's config.
-
-    Raises:
-      ValueError: they differ.
-    """
-    sha256 = hashlib.sha256(kept.read_bytes()).hexdigest()
-    if source.sha256 is not None and source.sha256 != sha256:
-        raise ValueError(
-            f"{kept} is damaged: its SHA-256 is {sha256[:16]}, and that of the code which the run "
-            f"was trained with {source.sha256[:16]}; copy that file there, or start the run's "
-            "`maxmars train` command again, which does so. If you have read the file and trust it, "
-            "give --trust-code."
-        )
 
 
 def _that_fits(tokenizer: Tokenizer, config: ModelConfig, directory: Workdir) -> Tokenizer:
@@ -371,13 +310,11 @@ class HFTarget:
         return _that_fits(tokenizer, config, self.directory)
 
 
-def find_target(path: str | Path, *, trust_code: bool = False) -> RunTarget | HFTarget:
+def find_target(path: str | Path) -> RunTarget | HFTarget:
     """Find out whether a path is a run, a checkpoint or a Hugging Face directory; fetch `hf:...`.
 
     Args:
       path: see `load`.
-      trust_code: run the code of a model of the user's own also where it is not the text that the
-        run recorded.
 
     Raises:
       FileNotFoundError: there is nothing, or a run that has not saved a checkpoint.
@@ -398,7 +335,7 @@ def find_target(path: str | Path, *, trust_code: bool = False) -> RunTarget | HF
         )
     if (checkpoints_and_step := find(directory)) is not None:
         checkpoints, step = checkpoints_and_step
-        return RunTarget(checkpoints=resolve(checkpoints), step=step, trust_code=trust_code)
+        return RunTarget(checkpoints=resolve(checkpoints), step=step)
     if isinstance(directory, Path) and huggingface.is_hf_directory(directory):
         return HFTarget(directory=directory)
     if (directory / CHECKPOINTS).is_dir() or directory.name == CHECKPOINTS:
@@ -445,7 +382,6 @@ def export_model(
     dtype: huggingface.Dtype = "float32",
     max_file_bytes: int = huggingface.MAX_FILE_BYTES,
     add_files: Callable[[Path, Exported], None] = lambda directory, exported: None,
-    trust_code: bool = False,
 ) -> Exported:
     """Write a model as a Hugging Face directory.
 
@@ -460,14 +396,13 @@ def export_model(
       max_file_bytes: the weights are split into files of this size at most.
       add_files: called with the complete directory before it gets the name `out`; may write more
         files there, such as the model card of `maxmars.train.card`.
-      trust_code: see `find_target`.
 
     Raises:
       FileExistsError: `out` exists.
       FileNotFoundError, ValueError: see `load`; a tokenizer is not necessary.
       OSError: the disk is full or cannot be written to.
     """
-    target = find_target(path, trust_code=trust_code)
+    target = find_target(path)
 
     def write(
         config: ModelConfig, name: str, model: huggingface.HFModel, origin: Checkpoint | HFTarget

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +25,7 @@ from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
 from maxmars.checkpoint.reader import DamagedError
+from maxmars.checkpoint.recorded_code import recorded_code
 from maxmars.checkpoint.writer import Retention
 from maxmars.config import (
     CheckpointConfig,
@@ -36,7 +35,6 @@ from maxmars.config import (
     differences,
 )
 from maxmars.config.errors import about
-from maxmars.config.user_code import Source, sources_in, with_sources
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed.files import read_json, resolve
 from maxmars.distributed.sharding import training_mesh
@@ -45,7 +43,6 @@ from maxmars.distributed.workdir import (
     KEPT_SOURCES,
     SUMMARY,
 )
-from maxmars.eval.trained_model import check_code, with_recorded_text
 from maxmars.model.parameters import Parameters
 from maxmars.train.auto import prepare, with_remat
 from maxmars.train.journal import (
@@ -91,6 +88,8 @@ class Audit:
     """How the run was steered by hand: back to a checkpoint, past examples."""
     problems: list[str]
     """Where the run is not one trajectory; empty if it is."""
+    code: list[str]
+    """Own functions that do not run any more, as the run has not kept their files as recorded."""
     uncovered_metrics: int
     """Lines of metrics after the newest checkpoint, which nothing vouches for."""
     replayed: str | None
@@ -113,6 +112,7 @@ class Audit:
         lines += [f"  changed: {change}" for change in self.changes]
         lines += [f"  config changed: {change}" for change in self.config_changes]
         lines += [f"  steered: {order}" for order in self.orders]
+        lines += [f"  code: {refused}" for refused in self.code]
         if self.first_step:
             lines.append(
                 f"  the steps before {self.first_step} have the records of an older maxmars, which "
@@ -131,7 +131,6 @@ def audit(
     *,
     replay: int | None = None,
     compare_arrays: bool = True,
-    trust_code: bool = False,
     log: Callable[[str], None] = print,
 ) -> Audit:
     """Check a run.
@@ -142,13 +141,12 @@ def audit(
         digests; the run must have saved the step where they end.
       compare_arrays: read the arrays of every checkpoint and compare them with their digests.
         Without it a second or two are enough, and what the checkpoints say of themselves counts.
-      trust_code: do not compare the user's own files that the run keeps with the record of them.
       log: gets a line for what takes a while.
 
     Raises:
       FileNotFoundError: there is no run.
-      ValueError: no checkpoint can be read, or compared without 64-bit JAX; a file of the user's
-        own that the run keeps is not the recorded one; or no `replay` steps can be computed again.
+      ValueError: no checkpoint can be read, or compared without 64-bit JAX; or no `replay` steps
+        can be computed again, for example as `recorded_code` refuses the code that made them.
     """
     directory = resolve(workdir)
     checkpoints, named = find(directory) or (None, None)
@@ -168,8 +166,6 @@ def audit(
             f"{directory} has arrays of {min(wide)}, which needs 64-bit JAX: set the environment "
             "variable JAX_ENABLE_X64=1."
         )
-    if not trust_code and isinstance(newest.config, TrainConfig):
-        _check_kept_code(directory, newest.config)
     lines = read_journal(directory)
     told = lines_to(lines, newest.journal)
     chain = trajectory(told or ())
@@ -205,18 +201,19 @@ def audit(
         config_changes=[f"at step {s}: {told}" for s, told in changes_of_config(chain).items()],
         orders=orders_in_words(chain),
         problems=problems,
+        code=list(_unrecorded_code(directory, newest.config)),
         uncovered_metrics=sum(row["step"] > newest.step for row in rows),
         replayed=replayed,
     )
 
 
-def _check_kept_code(workdir: Any, config: TrainConfig) -> None:
-    """Compare the user's own files that a run keeps with the SHA-256 that it recorded of each."""
+def _unrecorded_code(run: Any, config: Any) -> Iterator[str]:
+    """What the rule of `recorded_code` refuses of a run's own functions, a line for each part."""
     for folder, part in KEPT_SOURCES.items():
-        for source in sources_in(getattr(_without_evaluations(config), part)):
-            kept = workdir / folder / Path(source.file).name
-            if kept.is_file():
-                check_code(kept, source)
+        try:
+            recorded_code(getattr(config, part, ()), run, folder)
+        except ValueError as error:
+            yield str(error)
 
 
 def _without_evaluations(config: TrainConfig) -> TrainConfig:
@@ -397,7 +394,11 @@ def _replay(
     saved = {line["step"]: line["digest"] for line in chain if line["kind"] == "saved"}
     config = _without_evaluations(config_of(began))
     with about(f"--replay {last - first}, steps {first + 1} to {last}"):
-        config = _with_text_of(config, directory.parent)
+        parts = {
+            part: recorded_code(getattr(config, part), directory.parent, folder)
+            for folder, part in KEPT_SOURCES.items()
+        }
+    config = dataclasses.replace(config, **parts)
     log(f"computing steps {first + 1} to {last} again")
     computed = _digest_after(directory, began, config, first, last, log)
     if computed == saved[last]:
@@ -407,31 +408,6 @@ def _replay(
         f"{jax.devices()[0].device_kind}, end with the digest {computed[:16]}, not "
         f"{saved[last][:16]}"
     )
-
-
-def _with_text_of(config: TrainConfig, workdir: Any) -> TrainConfig:
-    """The config with the user's own files as they were: where they lay then, or as the run keeps
-    them.
-
-    Raises:
-      ValueError: one has another text in both places.
-    """
-
-    def found(source: Source, folder: str) -> Source:
-        kept = workdir / folder / Path(source.file).name
-        own = with_recorded_text(source, Path(source.file), kept)
-        if own is None:
-            raise ValueError(
-                f"neither {source.file} nor {kept} has the text of {source}, which made them; put "
-                "that text there, or take another K."
-            )
-        return own
-
-    parts = {
-        part: with_sources(getattr(config, part), functools.partial(found, folder=folder))
-        for folder, part in KEPT_SOURCES.items()
-    }
-    return dataclasses.replace(config, **parts)
 
 
 def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:

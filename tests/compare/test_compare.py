@@ -237,7 +237,8 @@ def test_an_optimizer_of_the_users_own(compare_command, tmp_path, capsys):
     assert "confirmed, same digest" in capsys.readouterr().out
     (copy,) = (kept / "sources").rglob("own.py")
     copy.write_text(f"{OWN}0.02")
-    assert f"{own} " in refusal("compare", "verify", str(kept))
+    own.write_text(f"{OWN}0.03")  # where the file lay: only the copy counts
+    assert f"{copy} " in refusal("compare", "verify", str(kept))
     own.write_text(f"{OWN}0.01")  # it refuses the config's own value: nothing runs
     assert "own.py:6: damping=0.02" in refusal(*words, str(tmp_path / "nothing"))
     assert not (tmp_path / "nothing").exists()

@@ -1,13 +1,22 @@
 """A function of the user's own in a config: equal by its text, relative to where it is named."""
 
+import dataclasses
 import json
 import os
 
 import pytest
 from refusals import refused
+from tiny import tiny_config
 
 from maxmars.cli.parse import ConfigArguments, parse_arguments
-from maxmars.config import differences, from_dict, load_config, to_dict
+from maxmars.config import (
+    GrainPart,
+    MixtureConfig,
+    differences,
+    from_dict,
+    load_config,
+    to_dict,
+)
 from maxmars.config.user_code import load_function
 
 pytestmark = pytest.mark.smoke
@@ -101,3 +110,16 @@ def test_the_text_that_runs_is_the_one_that_the_config_records(folder):
     assert load_function(config.optimizer.make)() == "second"
     own.write_text("def make(): return 'third'\n")  # while a run goes on
     assert load_function(config.optimizer.make)() == "second"
+
+
+def test_files_of_one_name_are_refused_as_a_run_keeps_one(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "own.py").write_text(f"# {folder}")
+    parts = [
+        GrainPart(source=f"{tmp_path / folder}/own.py:windows", weight=0.5) for folder in ("a", "b")
+    ]
+    same = dataclasses.replace(parts[0], options={"seed": 1})
+    tiny_config(data=MixtureConfig(parts=(parts[0], same)))
+    with refused(ValueError, *(part.source.file for part in parts)):
+        tiny_config(data=MixtureConfig(parts=tuple(parts)))

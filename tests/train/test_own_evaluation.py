@@ -208,9 +208,6 @@ def test_names_that_clash_are_refused(folder):
     shutil.copy("mine.py", "other.py")
     with refused(ValueError, "rhyme"):
         EvalConfig(own=("mine.py:rhyme", "other.py:rhyme"))
-    Path("other").mkdir()
-    with refused(ValueError, "mine.py"):
-        EvalConfig(own=("mine.py:rhyme", "other/mine.py:spoken"))
 
 
 def test_the_command_line_names_others_or_none(folder):

@@ -34,7 +34,7 @@ from maxmars.config.checks import UsageError
 from maxmars.distributed import sharding
 from maxmars.distributed.files import sha256_of
 from maxmars.eval import load
-from maxmars.eval.generate import GREEDY, generate_tokens
+from maxmars.eval.generate import GREEDY, generate_texts, generate_tokens
 from maxmars.eval.hellaswag import HellaSwag, load_questions
 from maxmars.eval.loglikelihood import LogLikelihoods, encode_choices, pack_choices
 from maxmars.eval.trained_model import export_model
@@ -198,7 +198,7 @@ def test_export_refuses_a_module_that_does_not_say_it(run_of_the_page, tmp_path)
 
 
 @pytest.mark.seconds
-def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp_path, capsys):
+def test_a_model_runs_only_from_the_copy_that_the_run_recorded(run, tmp_path, capsys):
     copy = shutil.copytree(run, tmp_path / "run")
     recorded = sha256_of(EXAMPLE)
     kept = copy / "sources" / "model" / EXAMPLE.name
@@ -209,7 +209,7 @@ def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp
         ["eval", str(copy), "--num-processes", "1", "--hellaswag.path", questions],
         ["eval", str(run), "--num-processes", "1", "--tasks", "loss", "--against", str(copy)],
         ["export", str(copy), str(tmp_path / "hf")],
-        ["audit", str(copy)],
+        ["audit", str(copy), "--replay", "4"],
     )
     for command in commands:
         with pytest.raises(SystemExit) as stop:
@@ -218,17 +218,22 @@ def test_code_that_the_run_did_not_record_runs_only_where_it_is_trusted(run, tmp
         line = err.splitlines()[-1]
         assert stop.value.code == 1
         assert all(part in line for part in (str(kept), recorded[:16], sha256_of(kept)[:16]))
-        assert "--trust-code" in line
+        assert f"--init-from {copy}" in line
         assert "it ran" not in out
-    main([*commands[0], "--trust-code"])
-    assert "it ran" in capsys.readouterr().out
-    main([*commands[3], "--trust-code"])
-    assert (tmp_path / "hf" / "config.json").exists()
-    main([*commands[-1], "--trust-code"])
-    assert "one trajectory" in capsys.readouterr().out
+    main(["audit", str(copy)])  # which runs no code
+    audited = capsys.readouterr().out
+    assert "one trajectory" in audited
+    assert str(kept) in audited
     (copy / "journal.jsonl").unlink()
     with refused(ValueError, recorded[:16]):  # which the checkpoint holds as well
         load(copy)
+    kept.unlink()
+    with refused(ValueError, kept, recorded[:16]):  # though the file is where it was in training
+        load(copy)
+    words = f"--num-processes 1 --num-steps 1 --workdir {tmp_path / 'new'} --init-from {copy}"
+    options = "--model.options.num-layers 2 --model.options.embed-dim 32 --model.max-seq-len 128"
+    main(["train", str(EXAMPLE), *words.split(), *options.split(), "--eval.every", "None"])
+    load(tmp_path / "new")
 
 
 @pytest.mark.seconds
@@ -295,19 +300,24 @@ def run_of_the_page(tmp_path_factory):
 def test_the_model_of_the_page_generates_the_same_with_its_cache_and_without(
     run_of_the_page, tmp_path, capsys
 ):
-    def generated(name, more):
-        copy = shutil.copytree(run_of_the_page, tmp_path / name)
-        with open(copy / "sources" / "model" / "my_model.py", "a") as file:
-            file.write(more)
-        # The second prompt fills the context of 64 tokens in the middle of the text.
-        options = ["--max-new-tokens", "30", "--temperature", "0", "--trust-code"]
-        prompts = ["--prompt", "12+30=", "--prompt", "1+2=3;" * 8]
-        main(["generate", str(copy), *prompts, *options])
-        return capsys.readouterr().out
+    # The second prompt fills the context of 64 tokens in the middle of the text.
+    prompts, trained = ["12+30=", "1+2=3;" * 8], load(run_of_the_page)
 
-    cached = generated("cached", "")
-    assert len(cached) > 30
-    assert cached == generated("whole rows", "\ndel Convolutions.prefill, Convolutions.decode\n")
+    def generated(name, more):
+        file = tmp_path / f"{name}.py"
+        file.write_text((run_of_the_page.parent / "my_model.py").read_text() + more)
+        config = dataclasses.replace(trained.config, make=f"{file}:make")
+        model = dataclasses.replace(trained, config=config)
+        return generate_texts(model, prompts, max_new_tokens=30, sampling=GREEDY)
+
+    words = [word for prompt in prompts for word in ("--prompt", prompt)]
+    main(["generate", str(run_of_the_page), *words, "--max-new-tokens", "30", "--temperature", "0"])
+    printed, cached = capsys.readouterr().out, generated("cached", "")
+    assert [prompt + text in printed for prompt, text in zip(prompts, cached, strict=True)] == [
+        True,
+        True,
+    ]
+    assert cached == generated("whole_rows", "\ndel Convolutions.prefill, Convolutions.decode\n")
     with refused(ZeroDivisionError):
         generated("broken", "\nConvolutions.decode = lambda *arguments: 1 / 0\n")
 

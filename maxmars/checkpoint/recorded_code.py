@@ -1,0 +1,59 @@
+"""The one rule for code that a record names: which text of a user's own function runs.
+
+Only the copy that the run keeps in its `sources/`, and only if that copy has the SHA-256 that was
+recorded. The rule covers the files that the record names, and not what these import.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import TypeVar
+
+from maxmars.config.user_code import Source, with_sources
+from maxmars.distributed.files import Workdir, cache_directory, is_remote, write_bytes
+
+Part = TypeVar("Part")
+
+
+def recorded_code(part: Part, run: Workdir, folder: str) -> Part:
+    """A part of a run's config, with each function in the copy of its file that the run keeps.
+
+    Args:
+      part: such as `config.model`; one that names no function stays as it is.
+      run: the working directory.
+      folder: where the run keeps the files of this part, see `distributed.workdir.KEPT_SOURCES`.
+
+    Raises:
+      ValueError: a copy is missing, or has another SHA-256 than the recorded one.
+    """
+    way_out = (
+        "put that file back there, or train with the file as it is now: `maxmars train CONFIG "
+        f"--init-from {run}`"
+    )
+    return with_sources(
+        part, lambda source: recorded_copy(source, run / folder / Path(source.file).name, way_out)
+    )
+
+
+def recorded_copy(source: Source, kept: Workdir, way_out: str) -> Source:
+    """A function in the copy `kept` of its file; for a bucket, in a copy of that on the disk.
+
+    Raises:
+      ValueError: the copy is missing, or has another SHA-256 than `source`. The message ends with
+        `way_out`.
+    """
+    text = kept.read_bytes() if kept.is_file() else b""
+    sha256 = hashlib.sha256(text).hexdigest()
+    if sha256 != source.sha256:
+        found = f"has the SHA-256 {sha256[:16]}" if kept.is_file() else "is missing"
+        recorded = (source.sha256 or "none")[:16]
+        raise ValueError(
+            f"{kept} {found}, and the record says {recorded}: code that a record names runs only "
+            f"as it was recorded; {way_out}."
+        )
+    if is_remote(kept):
+        kept = cache_directory() / "sources" / sha256 / kept.name
+        write_bytes(kept, text)
+    return dataclasses.replace(source, file=str(kept))

@@ -1,0 +1,107 @@
+"""Data, an optimizer and an evaluation of the user's own, which a run records: their options have
+names like those of credentials, and their code runs only from the copies that the run keeps."""
+
+import json
+import shutil
+
+import pytest
+
+from maxmars.cli import main
+
+OWN = """
+import grain, numpy, optax
+
+def windows(*, split, length, text_key, answer_token):
+    assert (text_key, answer_token) == ("question", "<answer>"), (text_key, answer_token)
+    tokens = numpy.random.default_rng(0).integers(0, 256, (64, length + 1))
+    return grain.MapDataset.source(tokens.astype(numpy.int32))
+
+def optimizer(learning_rate, *, rng_key, signature):
+    assert (rng_key, signature) == ("7", ("a", "b")), (rng_key, signature)
+    return optax.adam(learning_rate)
+
+def count(trained):
+    return {"of tokens": trained.tokenizer.num_text_ids}
+"""
+CONFIG = """
+from maxmars.config import *
+
+def get_config(author: str = "") -> TrainConfig:
+    return TrainConfig(
+        name="honest", num_steps=2, global_batch_size=8,
+        model=GPT2Config(num_layers=1, num_heads=2, embed_dim=16, max_seq_len=16, vocab_size=257),
+        data=GrainConfig(
+            source="own.py:windows", tokenizer="byte",
+            options={"text_key": "", "answer_token": "<answer>"},
+        ),
+        optimizer=OptaxConfig(
+            make="own.py:optimizer", learning_rate=1e-3,
+            options={"rng_key": "7", "signature": ["a", "b"]},
+        ),
+        schedule=ScheduleConfig(warmup_steps=0, decay_steps=4),
+        eval=EvalConfig(every=2, num_windows=8, batch_size=8, own=("own.py:count",)),
+        checkpoint=CheckpointConfig(every=1, keep_last=9),
+    )
+"""
+COMMANDS = {
+    "sources": ["eval", "RUN", "--num-processes", "1", "--tasks", "loss"],
+    "sources/optimizer": ["audit", "RUN", "--replay", "1"],
+    "sources/eval": ["eval", "RUN", "--num-processes", "1", "--tasks", "own"],
+}
+
+
+def train(run, *more):
+    config = f"{run.parent / 'config.py'}:author=me"
+    words = ["train", config, "--workdir", str(run), "--num-processes", "1"]
+    main([*words, "--data.options.text-key", "question", *more])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "own.py").write_text(OWN)
+    (folder / "config.py").write_text(CONFIG)
+    train(folder / "run")
+    return folder / "run"
+
+
+@pytest.mark.slow
+def test_a_run_with_honest_options_continues_and_is_evaluated_and_replayed(run, capsys):
+    train(run, "--num-steps", "4")
+    options = json.loads((run / "config.json").read_text())["data"]["options"]
+    assert options == {"text_key": "question", "answer_token": "<answer>"}
+    for command in COMMANDS.values():
+        main([str(run) if word == "RUN" else word for word in command])
+    printed = capsys.readouterr().out
+    assert "the same digest" in printed
+    assert "of tokens" in printed
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("folder", COMMANDS)
+def test_code_runs_only_from_the_copy_that_the_run_recorded(run, folder, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    kept = copy / folder / "own.py"
+    command = [str(copy) if word == "RUN" else word for word in COMMANDS[folder]]
+    for change in (lambda: kept.write_text("print('it ran')\n" + OWN), kept.unlink):
+        change()  # own.py is still where it was in training
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main(command)
+        out, err = capsys.readouterr()
+        assert stop.value.code == 1
+        assert str(kept) in err.splitlines()[-1]
+        assert f"--init-from {copy}" in err.splitlines()[-1]
+        assert "it ran" not in out
+
+
+@pytest.mark.seconds
+def test_what_runs_no_recorded_code_needs_none(run, tmp_path, capsys):
+    copy = shutil.copytree(run, tmp_path / "run")
+    shutil.rmtree(copy / "sources")
+    main(["generate", str(copy), "--prompt", "a", "--max-new-tokens", "1"])
+    main(["audit", str(copy)])
+    printed = capsys.readouterr().out
+    assert "one trajectory" in printed
+    assert all(str(copy / folder / "own.py") in printed for folder in COMMANDS)
+    train(run, "--workdir", str(tmp_path / "new"), "--init-from", str(copy))
