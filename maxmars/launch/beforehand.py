@@ -122,8 +122,8 @@ def check_gpus_reach(options: SlurmOptions) -> None:
 def _has_jax_plugin() -> bool:
     """Whether JAX finds a plugin, without which it knows CPUs and TPUs alone."""
     spec = importlib.util.find_spec("jax_plugins")  # a namespace package
-    folders = spec and spec.submodule_search_locations
-    return bool(entry_points(group="jax_plugins")) or any(pkgutil.iter_modules(folders or []))
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    return bool(entry_points(group="jax_plugins")) or any(pkgutil.iter_modules(folders))
 
 
 def parameters(config: TrainConfig) -> int:
