@@ -112,7 +112,14 @@ def _dispatch(argv: list[str]) -> int:
         if name != "launch":  # whose programs hand the variable on to the run
             _stay_on_the_cpu_without_chips()
         command = COMMANDS[name]
-        module = importlib.import_module(f"{__name__}.{command.module}")
+        try:
+            module = importlib.import_module(f"{__name__}.{command.module}")
+        except ModuleNotFoundError as error:  # of an extra's package it would be raised later
+            _print_error(
+                f"there is no package {error.name}, which `maxmars {name}` needs: this maxmars was "
+                "installed for maxmars.optim alone. Install it again without --no-deps."
+            )
+            return 1
         return getattr(module, command.function)(rest)
     if name in ("-h", "--help", "--help-all", "help"):
         print(_help_text())

@@ -308,3 +308,16 @@ def test_train_goes_on_without_a_reader(byte_tokens, tmp_path):
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert sum("train/loss" in row for row in rows) == 3
     assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_the_optimizers_alone_answer_a_command_in_one_line(command):
+    # What stands for no module is to Python a package that is not installed.
+    code = (
+        f"import sys; sys.modules['tyro'] = None; from maxmars.cli import main; main([{command!r}])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("maxmars: error: ")
+    assert done.stderr.count("\n") == 1
+    assert "tyro" in done.stderr
