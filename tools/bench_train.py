@@ -40,6 +40,7 @@ sys.path.insert(0, str(ROOT))
 from maxmars.cli.parse import ConfigArguments, parse_arguments  # noqa: E402
 from maxmars.config import TokenShardsConfig, TrainConfig, to_dict  # noqa: E402
 from maxmars.config.checks import UsageError  # noqa: E402
+from maxmars.config.errors import pip_install  # noqa: E402
 
 TOKENS_A_SPLIT = 2**20
 
@@ -198,7 +199,7 @@ def contestants_of(args: argparse.Namespace, overrides: list[str]) -> list[tuple
     found = [(name, "maxmars", config) for name, config in zip(names, configs, strict=True)]
     if args.peer is not None:
         if importlib.util.find_spec("torch") is None:
-            raise UsageError(f"--peer {args.peer} needs PyTorch: pip install -e '.[peers]'.")
+            raise UsageError(f"--peer {args.peer} needs PyTorch: {pip_install('peers')}.")
         if args.peer == "torch":
             found += [("PyTorch", "torch", configs[0])]
         found += [("PyTorch, compiled", "torch-compiled", configs[0])]

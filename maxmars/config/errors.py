@@ -7,16 +7,20 @@ They are raised where they happen, by us or by a library, and printed as one lin
 from __future__ import annotations
 
 import contextlib
+import json
 import sysconfig
 import traceback
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 # What shows a stack trace instead is what no user can cause: TypeError, AssertionError and others.
 EXTERNAL_ERRORS = (OSError, ValueError, ImportError, KeyError)
 
+_PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = [
-    Path(__file__).resolve().parents[1],
+    _PACKAGE,
     *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
 ]
 
@@ -65,5 +69,17 @@ def needs_extra(extra: str) -> Iterator[None]:
 
 
 def pip_install(extra: str) -> str:
-    """How to install an extra; no package index has maxmars."""
-    return f"`pip install '.[{extra}]'` in a checkout of maxmars"
+    """The command, in backquotes, that adds an extra to the maxmars that is installed, and leaves
+    it what it is: an editable checkout, a copy, or of an address or an index (PEP 610)."""
+    try:
+        recorded = distribution("maxmars").read_text("direct_url.json")
+    except PackageNotFoundError:  # a checkout on PYTHONPATH
+        return f"`pip install -e '{_PACKAGE.parent}[{extra}]'`"
+    origin = json.loads(recorded or "{}")
+    url = origin.get("url", "")
+    if url.startswith("file:"):
+        option = "-e " if origin.get("dir_info", {}).get("editable") else ""
+        return f"`pip install {option}'{unquote(urlsplit(url).path)}[{extra}]'`"
+    if commit := origin.get("vcs_info"):
+        url = f"{commit['vcs']}+{url}@{commit['commit_id']}"
+    return f"`pip install 'maxmars[{extra}]{f' @ {url}' if url else ''}'`"

@@ -126,7 +126,7 @@ def check_accelerators() -> None:
     Raises:
       OSError: JAX cannot use what JAX_PLATFORMS names, or has only CPUs where SLURM gave GPUs.
     """
-    asked = jax.config.jax_platforms or ""
+    asked = os.environ.get("JAX_PLATFORMS", "")
     try:
         has_only_cpus = jax.default_backend() == "cpu"
     except (RuntimeError, AssertionError) as error:  # the second where there is no NVIDIA GPU
@@ -141,8 +141,8 @@ def check_accelerators() -> None:
     if has_only_cpus and not asked and gpus != "0":
         raise OSError(
             f"SLURM gave this step GPUs (SLURM_GPUS_ON_NODE={gpus}), and JAX would train on CPUs: "
-            f"see whether `nvidia-smi` lists them, and {pip_install('cuda')}. JAX_PLATFORMS=cpu "
-            "trains on CPUs all the same."
+            f"see whether `nvidia-smi` lists them; {pip_install('cuda')} installs CUDA's JAX. "
+            "JAX_PLATFORMS=cpu trains on CPUs all the same."
         )
 
 

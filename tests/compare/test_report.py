@@ -155,7 +155,7 @@ def test_a_run_that_diverged_does_not_flatten_the_others(tmp_path):
 
 def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # Python's way to say: not installed
-    with refused(ImportError, "'.[report]'"):
+    with refused(ImportError, "[report]'"):
         draw_losses([line("a", [3.0, 2.0])], tmp_path / "x.png", against="tokens")
 
 

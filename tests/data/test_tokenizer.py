@@ -486,4 +486,4 @@ def test_without_the_library(json_file, monkeypatch, name):
         monkeypatch.setitem(sys.modules, library, None)  # as where it is not installed
     with pytest.raises(ImportError) as raised:
         load(json_file if name.endswith("json") else name)
-    assert "pip install '.[hf]'" in in_words(raised.value)
+    assert "[hf]'`" in in_words(raised.value)

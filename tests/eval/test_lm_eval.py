@@ -134,7 +134,7 @@ def test_generated_text_ends_before_a_stopping_text(model, answers):
         pytest.param(
             lambda answers: run_lm_eval(answers.model, ["arc_easy"]),
             ImportError,
-            "'.[eval]'",
+            "[eval]'",
             marks=pytest.mark.skipif(
                 importlib.util.find_spec("lm_eval") is not None, reason="it is installed"
             ),
