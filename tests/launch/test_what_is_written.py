@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_cloud import launch
+from fake_cloud import gpus_for_jax, launch
 from jobset_rules import problems
 
 from maxmars.launch.job import Job, PackedCheckout
@@ -68,6 +68,7 @@ def test_a_jobset_is_one_that_kubernetes_takes(name, capsys, files):
 
 @pytest.mark.seconds
 def test_the_examples_of_the_help_are_taken(capsys, tmp_path, monkeypatch):
+    gpus_for_jax(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mount.sh").touch()
     assert launch("launch", "--help") == 0
@@ -114,7 +115,7 @@ def test_a_batch_script_passes_shellcheck(options, capsys, files, tmp_path):
 
 
 def test_the_script_of_tpu_hosts_passes_shellcheck():
-    checkout = PackedCheckout(archive=b"", config="configs/quickstart.py", names=())
+    checkout = PackedCheckout(contents={}, config="configs/quickstart.py")
     words = ("--name", "it's mine")
     job = Job(
         name="run1", checkout=checkout, workdir="gs://b/r", train_arguments=words, environment={}
