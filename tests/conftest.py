@@ -91,6 +91,15 @@ def reference_dir() -> Path:
     return path
 
 
+@pytest.fixture(scope="session", params=["shipped", "larger"])
+def official_dir(request) -> Path:
+    """The folder whose `reference` has numbers of the official code: those of the repository, made
+    by `tools/make_reference.py`, and the larger set."""
+    if request.param == "shipped":
+        return ROOT / "tests"
+    return request.getfixturevalue("reference_dir")
+
+
 @pytest.fixture
 def x64():
     """64-bit JAX within a test."""

@@ -20,7 +20,8 @@ class Reference:
     """Arrays and run arguments of the reference file."""
 
     def __init__(self, directory: Path):
-        self.arrays = np.load(directory / "reference" / "gpt2_reference.npz")
+        with np.load(directory / "reference" / "gpt2_reference.npz") as arrays:
+            self.arrays = dict(arrays)
         self.info = json.loads((directory / "reference" / "gpt2_reference.json").read_text())
 
     def model_config(self, dtype: str) -> GPT2Config:
@@ -45,7 +46,8 @@ class Reference:
         head_dim = embed // heads
 
         def get(name: str) -> np.ndarray:
-            return self.arrays[f"{prefix}/transformer.{name}.weight"]
+            # The repository keeps initial parameters in float16, which holds them exactly.
+            return self.arrays[f"{prefix}/transformer.{name}.weight"].astype(np.float64)
 
         def stacked(name: str) -> np.ndarray:
             return np.stack([get(f"h.{i}.{name}") for i in range(layers)])

@@ -66,8 +66,8 @@ def test_parameter_counts(preset, count):
 
 
 @pytest.mark.smoke
-def test_logits_and_gradients_equal_the_official_model_in_float64(reference_dir, x64):
-    reference = Reference(reference_dir)
+def test_logits_and_gradients_equal_the_official_model_in_float64(official_dir, x64):
+    reference = Reference(official_dir)
     config = reference.model_config("float64")
     params = jax.tree.map(jnp.asarray, reference.tree("params0"))
     tokens = reference.arrays["batches"][0, 0].astype(np.int32)

@@ -115,9 +115,9 @@ RUNS = [
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", RUNS)
-def test_training_equals_the_official_code_in_float64(reference_dir, x64, name):
-    reference = Reference(reference_dir)
-    state, history = run_reference(reference, name, "float64", 60)
+def test_training_equals_the_official_code_in_float64(official_dir, x64, name):
+    reference = Reference(official_dir)
+    state, history = run_reference(reference, name, "float64", reference.info["steps"])
     arrays = reference.arrays
     np.testing.assert_allclose(losses(history), arrays[f"run/{name}/loss"], rtol=0, atol=1e-7)
     rates = [m["train/learning_rate"] for m in history]
