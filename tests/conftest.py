@@ -15,6 +15,7 @@ import pytest
 from fake_model_hub import ENDPOINT
 from xla_flags import xla_flags
 
+ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 GIVEN = os.environ.get("XLA_FLAGS", "")
 IS_CPU = os.environ["JAX_PLATFORMS"] == "cpu"  # on a GPU, `-m gpu`, programs are the users'
@@ -26,12 +27,11 @@ os.environ["XLA_FLAGS"] = " ".join([GIVEN, *ADDED]).strip()
 # JAX writes entries without a lock, so each worker of xdist has a folder of its own; other versions
 # of jaxlib and other processors must not meet each other's programs.
 def _compilation_cache() -> Path:
-    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "maxmars" / "tests"
     cpu = hashlib.sha256(
         Path("/proc/cpuinfo").read_bytes().partition(b"flags")[2].partition(b"\n")[0]
     )
     programs = f"{importlib.metadata.version('jaxlib')}-{cpu.hexdigest()[:12]}"
-    root = Path(os.environ.get("MAXMARS_TEST_CACHE", default))
+    root = Path(os.environ.get("MAXMARS_TEST_CACHE", ROOT / ".pytest_cache" / "programs"))
     return root / programs / os.environ.get("PYTEST_XDIST_WORKER", "main")
 
 
@@ -56,9 +56,6 @@ gc.set_threshold(100_000, 20, 20)
 
 def pytest_collection_finish():
     gc.freeze()  # modules stay
-
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_addoption(parser):

@@ -25,6 +25,8 @@ if [[ -z $workdir ]]; then
   set -- --workdir "$workdir" "$@"
 fi
 
+# In many containers HOME cannot be written.
+[[ -w ${HOME:-/} ]] || export MAXMARS_CACHE="${MAXMARS_CACHE:-$_venv/cache}"
 prepare_venv
 "$VENV_PYTHON" -m maxmars train "$root/configs/quickstart.py" "$@"
 [[ -z $help ]] || exit 0

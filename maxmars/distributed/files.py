@@ -32,7 +32,7 @@ from etils import epath
 
 from maxmars.config.checks import read_as
 from maxmars.config.credentials import refuse_credentials
-from maxmars.config.errors import about, needs_extra
+from maxmars.config.errors import about, in_words, needs_extra
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -461,8 +461,21 @@ def sha256_of(path: Workdir, progress: Callable[[int], None] = lambda num_bytes:
 
 
 def cache_directory() -> Path:
-    """Where downloads and prepared data are kept: MAXMARS_CACHE, by default ~/.cache/maxmars."""
-    return Path(os.environ.get("MAXMARS_CACHE") or "~/.cache/maxmars").expanduser()
+    """Directory of downloads and prepared data: MAXMARS_CACHE, by default ~/.cache/maxmars.
+
+    Raises:
+      PermissionError: it cannot be made, as in a container whose user has no home.
+    """
+    place = os.environ.get("MAXMARS_CACHE") or "~/.cache/maxmars"
+    try:
+        path = Path(place).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~" of a user without a home
+        raise PermissionError(
+            f"no cache for downloads and prepared data can be made at {place} "
+            f"({in_words(error)}): set MAXMARS_CACHE to a directory for them."
+        ) from error
+    return path
 
 
 def try_lock(file: IO[Any], path: Workdir, patience_s: float = 0.0) -> bool:

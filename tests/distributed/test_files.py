@@ -124,6 +124,17 @@ def test_digest_and_cache(tmp_path, monkeypatch):
     assert files.cache_directory() == tmp_path / ".cache" / "maxmars"
 
 
+def test_a_home_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", "/proc/nobody")
+    monkeypatch.delenv("MAXMARS_CACHE", raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "quickstart", "--workdir", str(tmp_path / "run")])
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert stopped.value.code == 1
+    assert "~/.cache/maxmars" in line and "MAXMARS_CACHE" in line
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_lock_has_one_owner_until_its_file_is_closed(tmp_path):
     path = tmp_path / "lock"
     with path.open("w") as first, path.open("w") as second:
