@@ -131,7 +131,8 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch, capsys):
         cli.main(["train", "quickstart", "--workdir", str(tmp_path / "run")])
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert stopped.value.code == 1
-    assert "~/.cache/maxmars" in line and "MAXMARS_CACHE" in line
+    assert "~/.cache/maxmars" in line
+    assert "MAXMARS_CACHE" in line
     assert not (tmp_path / "run").exists()
 
 
