@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gzip
 import os
 import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
 from maxmars.cli.parse import ConfigArguments, parse_arguments
-from maxmars.config import GPT2Config
 from maxmars.config.checks import NotNegative, Positive, Rule, UsageError
+
+if TYPE_CHECKING:
+    from maxmars.plan import Topology
+
+_FAKE = "--xla_force_host_platform_device_count"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +38,9 @@ class PlanArguments(ConfigArguments):
     FIRST: ClassVar[tuple[str, ...]] = (
         "topology",
         "num-slices",
+        "remat",
         "max-memory",
         "price",
-        "output",
         "global-batch-size",
         "num-microbatches",
         "model.remat",
@@ -62,11 +65,12 @@ class PlanArguments(ConfigArguments):
         Rule(lambda size: size == "chip" or size > 0, "must be a positive number of GB, or chip"),
         tyro.conf.arg(metavar="GB|chip"),
     ] = None
-    """Search for the cheapest rematerialisation and the largest microbatch that fit in so many GB a
-    chip; `chip` is what JAX gives to programs, a TPU's whole memory, three quarters of a GPU's."""
-    faster: bool = True
-    """Also compile the step for one or two other meshes, fewer microbatches, matrices owned over
-    `data` and, where `remat` was set, its other policies, and name what is over 5 % faster."""
+    """Memory of a chip that the step may take, by which unset --num-microbatches and
+    --model.remat=auto are chosen; unset, it is `chip`: what JAX gives to programs, a TPU's whole
+    memory, three quarters of a GPU's."""
+    remat: Literal["all"] | None = None
+    """With `all`, compile the step under every policy of rematerialisation, and print one row for
+    each; on a TPU each takes a minute or two. For one policy there is --model.remat."""
 
 
 def run(argv: list[str]) -> int:
@@ -74,47 +78,79 @@ def run(argv: list[str]) -> int:
     arguments = parse_arguments(PlanArguments, argv, prog="maxmars plan", example="gpt2")
     if arguments.topology is None:
         raise UsageError("maxmars plan needs --topology NAME: which chips? Such as v5e:4x4, cpu:8.")
+    if arguments.remat is not None and arguments.hlo is not None:
+        raise UsageError(
+            "--hlo writes one program; name its policy with --model.remat, not --remat."
+        )
     _choose_devices(arguments.topology)
-    if arguments.max_memory is not None:  # compilers log pages about a program that does not fit
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # of what does not fit compilers log pages
 
     from maxmars.distributed.files import write_json
     from maxmars.distributed.progress import Progress
 
-    log = functools.partial(print, flush=True)
-    config, step, overrides, faster = arguments.config, None, [], None
-    with Progress(quiet=True) as progress:
-        with progress.waiting(f"compiling for {arguments.topology}"):
-            from maxmars.plan import get_topology, make_plan  # loads JAX
-            from maxmars.plan.compile import compile_prepared
-            from maxmars.plan.faster import find_faster
-            from maxmars.plan.plan import print_plan
+    compiling = f"compiling for {arguments.topology}"
+    with Progress(quiet=True) as progress, progress.waiting(compiling):
+        from maxmars.plan import get_topology  # loads JAX
 
-            topology = get_topology(arguments.topology, arguments.num_slices)
-            if arguments.max_memory is not None:
-                limit = _max_bytes(arguments.max_memory, topology.memory_bytes)
-                config, step = compile_prepared(config, topology, max_bytes=limit, log=log)
-                overrides = ["--num-microbatches", str(config.num_microbatches)]
-                if isinstance(config.model, GPT2Config):
-                    overrides += ["--model.remat", str(config.model.remat)]
-            plan = make_plan(config, topology, price=arguments.price, train_step=step, log=log)
-        print_plan(plan)
-        if overrides:
-            print(f"use: {' '.join(overrides)}")
-        if arguments.faster and step is None:
-            with progress.waiting("looking for a faster one"):
-                faster = find_faster(config, plan, log=log)
-    if faster is not None:
-        print(f"faster: {faster}")
+        topology = get_topology(arguments.topology, arguments.num_slices)
+        limit = _max_bytes(arguments.max_memory, topology.memory_bytes)
+        plan = _plan_policies if arguments.remat == "all" else _plan
+        written, overrides = plan(arguments, topology, limit)
     if arguments.output is not None:
-        others = {"overrides": overrides, "faster": None if faster is None else faster.to_json()}
-        write_json(arguments.output, plan.to_json() | others)
+        write_json(arguments.output, written | {"overrides": overrides})
+    path = getattr(arguments.config.data, "path", None)
+    if path is not None and "://" not in path and not Path(path).exists():
+        print(f"The tokens, {path}, are not on this machine; --data.path names others.")
+    where, variables = ", on those chips", ""
+    if topology.chip is None:
+        where, variables = "", f"JAX_PLATFORMS=cpu XLA_FLAGS={_FAKE}={len(topology.devices)} "
+    print(f"next{where}: {variables}{_train_command(argv, overrides)}")
+    return 0
+
+
+def _plan(
+    arguments: PlanArguments, topology: Topology, limit: int | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Print the plan of a run; returns it as JSON, and the words that `train` needs besides."""
+    from maxmars.plan import make_plan
+    from maxmars.plan.plan import print_plan
+
+    config = arguments.config
+    plan = make_plan(config, topology, price=arguments.price, memory_bytes=limit)
+    print_plan(plan)
     if arguments.hlo is not None:
         opened = gzip.open if arguments.hlo.suffix == ".gz" else open
         with opened(arguments.hlo, "wt", encoding="utf-8") as file:
             file.write(plan.train_step.executable.as_text() or "")
-    print(f"next, on those chips: {_train_command(argv, overrides)}")
-    return 0
+    words = {}
+    if arguments.max_memory is not None:  # by which the chips themselves would not choose
+        if config.num_microbatches is None:
+            words["--num-microbatches"] = str(plan.config.microbatches)
+        if config.model.remat == "auto":
+            words["--model.remat"] = str(plan.config.model.remat)
+    words |= dict(zip(plan.less_memory[::2], plan.less_memory[1::2], strict=True))
+    return plan.to_json(), [word for item in words.items() for word in item]
+
+
+def _plan_policies(
+    arguments: PlanArguments, topology: Topology, limit: int | None
+) -> tuple[dict[str, Any], list[str]]:
+    """Print a row for each policy of rematerialisation; returns them as JSON, and the words that
+    `train` needs to take the fastest."""
+    from maxmars.plan.policies import HEADER, best_policy, plan_policies
+
+    print(HEADER, flush=True)
+    policies = []
+    for policy in plan_policies(arguments.config, topology, memory_bytes=limit):
+        print(policy, flush=True)
+        policies.append(policy)
+    best = best_policy(policies)
+    if not best.fits:
+        raise ValueError(
+            f"{best.config.name} fits on {topology.name} under no policy; raise --num-microbatches "
+            "or --mesh.fsdp, or take more or larger chips."
+        )
+    return {"policies": [policy.to_json() for policy in policies]}, best.overrides
 
 
 def _train_command(words: list[str], overrides: list[str]) -> str:
@@ -135,11 +171,12 @@ def _choose_devices(topology: str) -> None:
     """Keep JAX away from this machine's accelerators, and give it fake CPU devices if asked."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     if match := re.fullmatch(r"cpu:(\d+)", topology):
-        flag = f"--xla_force_host_platform_device_count={match[1]}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FAKE}={match[1]}".strip()
 
 
-def _max_bytes(size: float | Literal["chip"], chip_bytes: int | None) -> int:
+def _max_bytes(size: float | Literal["chip"] | None, chip_bytes: int | None) -> int | None:
+    if size is None:
+        return chip_bytes
     if size != "chip":
         return round(size * 1e9)
     if chip_bytes is None:

@@ -60,8 +60,9 @@ class GPT2Config(CheckedConfig):
     """Rematerialisation: which arrays of a block are kept for the backward pass, which computes the
     others again. `full` keeps the block's input; `attention` also queries, keys, values and the
     output of attention; `dots` also the results of all products with weights; None keeps
-    everything. `auto` keeps as much as fits the device's memory, and everything on a CPU; a run
-    that continues there keeps what was chosen, while it fits."""
+    everything. `auto` is a rule: on GPUs the first from None on that fits by an estimate of the
+    memory; on TPUs `full`, from embed_dim 1280 on `attention` where it fits; None on CPUs. A run
+    that continues there keeps what was chosen. `maxmars plan --remat all` says what each takes."""
     scan_unroll: Count[int] | None = None
     """Blocks per iteration of the scan over layers; more compiles longer and can run faster. None
     takes all on GPUs, and one elsewhere."""
@@ -128,8 +129,8 @@ class ModuleConfig(CheckedConfig):
     """Context length in tokens; also the length of a training sequence."""
     remat: str | None = None
     """Rematerialisation: one of the module's own `remat_policies`, which the trainer puts into its
-    attribute `remat`. None keeps everything. `auto` keeps as much as fits the device's memory, as
-    for GPT-2."""
+    attribute `remat`. None keeps everything. `auto` takes None on CPUs and GPUs and the last of the
+    policies, that of the least memory, on TPUs."""
 
     # What these fields of GPT2Config say, a module decides by options of its own.
     param_dtype = compute_dtype = document_end_id = None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from maxmars.eval.validation import make_eval_step
 from maxmars.model.parameters import Parameters
 from maxmars.optim import ScaleBySoapState
 from maxmars.plan.topology import Topology
-from maxmars.train.auto import Needs, peak_bytes, prepare
+from maxmars.train.auto import less_memory_hint
 from maxmars.train.step import TrainState, TrainStep
 
 
@@ -62,12 +61,6 @@ class CompiledTrainStep(Compiled):
     clock: StepClock | None
     """None of fake devices, and of TPUs whose cycles a second are not known."""
 
-    @property
-    def needs(self) -> Needs:
-        """What `remat=auto` is chosen by."""
-        is_tpu = self.parameters.mesh.devices.flat[0].platform == "tpu"
-        return Needs(self.peak_bytes, self.clock.seconds if is_tpu and self.clock else None)
-
 
 def compile_train_step(step: TrainStep, topology: Topology) -> CompiledTrainStep:
     """Compile the step that `train` runs.
@@ -80,7 +73,8 @@ def compile_train_step(step: TrainStep, topology: Topology) -> CompiledTrainStep
     with jax.set_mesh(mesh):
         traced = step.trace()
         lowered = traced.lower()
-    compiled = _compile(lowered, mesh, topology, time.perf_counter() - start)
+    hint = less_memory_hint(step.config, step.parameters)
+    compiled = _compile(lowered, mesh, topology, time.perf_counter() - start, hint)
     return CompiledTrainStep(
         parameters=step.parameters,
         state=step.abstract_state,
@@ -112,11 +106,12 @@ def compile_eval_step(config: TrainConfig, params: Any, mesh: Mesh, topology: To
     with jax.set_mesh(mesh):
         step = make_eval_step(config.model, mesh)
         lowered = step.lower(params, batch)
-    return Compiled(**_compile(lowered, mesh, topology, time.perf_counter() - start))
+    hint = f"lower eval.batch_size={config.eval_batch_size}"
+    return Compiled(**_compile(lowered, mesh, topology, time.perf_counter() - start, hint))
 
 
 def _compile(
-    lowered: jax.stages.Lowered, mesh: Mesh, topology: Topology, lower_s: float
+    lowered: jax.stages.Lowered, mesh: Mesh, topology: Topology, lower_s: float, hint: str
 ) -> dict[str, Any]:
     start = time.perf_counter()
     try:
@@ -127,8 +122,7 @@ def _compile(
         match = re.search(r"Used (\S+) of (\S+) hbm", str(error))
         needs = f"needs {match[1]} of {match[2]}" if match else "needs more memory than it has"
         raise DoesNotFitError(
-            f"the program does not fit on one {topology.chip.name}: it {needs}. Raise "
-            "num_microbatches or mesh.fsdp, set model.remat=full, or let --max-memory search."
+            f"the program does not fit on one {topology.chip.name}: it {needs}; {hint}."
         ) from error
     return {
         "executable": executable,
@@ -140,80 +134,26 @@ def _compile(
     }
 
 
-def compile_prepared(
-    config: TrainConfig,
-    topology: Topology,
-    *,
-    log: Callable[[str], None] = lambda _: None,
-    choices: Callable[[str], None] = lambda _: None,
-    max_bytes: int | None = None,
-    known: Iterable[tuple[TrainConfig, CompiledTrainStep]] = (),
-) -> tuple[TrainConfig, CompiledTrainStep]:
-    """The config with what `train` chooses there by itself, and its compiled train step.
+# Memory of a compiled program.
 
-    Args:
-      config: what to train.
-      topology: the chips.
-      log: gets a line for each program that is compiled to choose among policies.
-      choices: gets each choice and its reason, in one line.
-      max_bytes: of a chip; given, the cheapest policy and the largest microbatch that fit are
-        searched, with the same tokens a step; see `auto.search`.
-      known: steps that are compiled already.
+
+def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:
+    """Most bytes that a compiled program has in use on one device.
+
+    For TPUs this is the compiler's own figure, by which it decides whether a program fits.
+    Elsewhere it is the arguments, the temporaries and the outputs that take no argument's place:
+    XLA's own peak of a CPU program leaves these out.
 
     Raises:
-      ValueError: the mesh does not divide the model or the batch, or nothing fits in `max_bytes`.
-      DoesNotFitError: the compiler refuses even the last policy.
+      ValueError: the backend has no memory analysis.
     """
-    if max_bytes is not None:
-        config = dataclasses.replace(config, num_microbatches=None)
-    parameters = Parameters(config.model, topology.mesh(config))
-    results: list[tuple[TrainConfig, CompiledTrainStep | DoesNotFitError]] = list(known)
-
-    # A step takes seconds to minutes to compile, and the search asks for one again at its end.
-    def compiled(step: TrainStep) -> CompiledTrainStep | DoesNotFitError:
-        for config, result in results:
-            if config == step.config:
-                return result
-        try:
-            result = compile_train_step(step, topology)
-        except DoesNotFitError as error:
-            result = error
-        results.append((step.config, result))
-        return result
-
-    def measured(result: CompiledTrainStep | DoesNotFitError) -> Needs:
-        return Needs(None) if isinstance(result, DoesNotFitError) else result.needs
-
-    def measure(step: TrainStep) -> Needs:
-        config, needs = step.config, measured(compiled(step))
-        verdict = ""
-        if max_bytes is not None:
-            verdict = ", fits" if needs.fit(max_bytes) else ", too much"
-        log(f"remat {config.model.remat}, {config.microbatches} microbatches: {needs}{verdict}")
-        return needs
-
-    step = prepare(
-        config,
-        parameters,
-        batch_types(config.data, config.model),
-        log=choices,
-        memory_bytes=topology.memory_bytes,
-        max_bytes=max_bytes,
-        measure=measure,
-    )
-    result = compiled(step)
-    if max_bytes is not None and not measured(result).fit(max_bytes):
-        raise ValueError(
-            f"{config.name} does not fit in {max_bytes / 1e9:.2f} GB a chip on {topology.name}, "
-            "not even with the smallest microbatch and model.remat=full; raise mesh.fsdp, or take "
-            "more or larger chips."
-        )
-    if isinstance(result, DoesNotFitError):
-        raise result
-    return step.config, result
-
-
-# Memory of a compiled program.
+    stats = compiled.memory_analysis()
+    if stats is None:
+        raise ValueError("this backend has no memory analysis of compiled programs.")
+    if tpu and stats.peak_memory_in_bytes:
+        return stats.peak_memory_in_bytes
+    made = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + stats.temp_size_in_bytes + made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +189,7 @@ class ChipMemory:
 
 def compiler_memory(executable: jax.stages.Compiled) -> dict[str, int]:
     """What the compiler reports of a program's memory on one device, in bytes, by its own names:
-    see `jax.stages.Compiled.memory_analysis`, and `auto.peak_bytes` for what to make of it."""
+    see `jax.stages.Compiled.memory_analysis`, and `peak_bytes` for what to make of it."""
     stats = executable.memory_analysis()
     return {name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")}
 

@@ -28,6 +28,7 @@ from maxmars.config import (
     TrainConfig,
     to_dict,
 )
+from maxmars.data.batches import batch_types
 from maxmars.distributed.step_clock import PRODUCTS
 from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
@@ -38,7 +39,7 @@ from maxmars.plan.compile import (
     CompiledTrainStep,
     chip_memory,
     compile_eval_step,
-    compile_prepared,
+    compile_train_step,
     soap_travelling_bytes,
 )
 from maxmars.plan.roofline import (
@@ -52,8 +53,9 @@ from maxmars.plan.roofline import (
     traffic,
 )
 from maxmars.plan.topology import Topology
-from maxmars.train.auto import slow_network_warning
+from maxmars.train.auto import less_memory, less_memory_hint, prepare, slow_network_warning
 from maxmars.train.optimizer import summarize_rules, update_rules
+from maxmars.train.step import TrainStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +84,12 @@ class Plan:
     train_step: CompiledTrainStep
     eval_step: Compiled | None
     """None if the config never evaluates, or by `make_plan(..., evaluate=False)`."""
+    fits: bool
+    """Whether the step fits in the memory that it may take."""
+    less_memory: tuple[str, ...]
+    """The words of a command line to try next, where it does not fit."""
     messages: tuple[str, ...] = ()
-    """Lines about what was chosen, and a warning of a slow mesh."""
+    """Lines about what was chosen, and warnings."""
 
     @property
     def clock_scale(self) -> float:
@@ -214,8 +220,7 @@ def make_plan(
     *,
     price: float | None = None,
     evaluate: bool = True,
-    train_step: CompiledTrainStep | None = None,
-    log: Callable[[str], None] = lambda _: None,
+    memory_bytes: int | None = None,
 ) -> Plan:
     """Compile a run's programs for a topology and read from them what it needs.
 
@@ -224,17 +229,17 @@ def make_plan(
       topology: from `get_topology`.
       price: of a chip for an hour, in any currency.
       evaluate: whether to compile the evaluation step as well.
-      train_step: of `config`, if it is compiled already, as by `compile_prepared`.
-      log: gets a line for each program that is compiled to choose `remat`.
+      memory_bytes: memory of a chip that the step may take, by which `train` would choose there;
+        None is what JAX gives to programs.
 
     Raises:
       ValueError: the mesh fits neither the devices nor the model and its batch.
       DoesNotFitError: the compiler refuses a program that the chip has no memory for.
     """
-    mesh, step, messages = topology.mesh(config), train_step, list[str]()
-    if step is None:
-        config, step = compile_prepared(config, topology, log=log, choices=messages.append)
-    chip, parameters = topology.chip, step.parameters
+    messages: list[str] = []
+    prepared = prepared_step(config, topology, memory_bytes, messages.append)
+    config, parameters, mesh = prepared.config, prepared.parameters, prepared.mesh
+    chip, step = topology.chip, compile_train_step(prepared, topology)
     rows = traffic(step.collectives, mesh, topology)
     if chip is not None and not chip.is_tpu:
         across = sum(
@@ -252,6 +257,13 @@ def make_plan(
             f"SOAP: {_mb(travelling)} MB of its state on a chip go to the owners of whole matrices "
             f"and back in each step, as mesh.fsdp x mesh.tensor = {owners} does not divide a stack "
             "of layers; where it does, they stay with their owners"
+        )
+    limit = memory_bytes or topology.memory_bytes
+    fits = limit is None or step.peak_bytes <= limit
+    if limit is not None and not fits:
+        messages.append(
+            f"warning: the step takes {step.peak_bytes / 1e9:.2f} GB of a chip, and may take "
+            f"{limit / 1e9:.2f} GB: {less_memory_hint(config, parameters)}"
         )
     memory = chip_memory(step, chip)
     flops = Flops(
@@ -276,8 +288,24 @@ def make_plan(
         price=price,
         train_step=step,
         eval_step=compile_eval_step(config, step.state.params, mesh, topology) if asked else None,
+        fits=fits,
+        less_memory=() if fits else tuple(less_memory(config, parameters)),
         messages=tuple(messages),
     )
+
+
+def prepared_step(
+    config: TrainConfig,
+    topology: Topology,
+    memory_bytes: int | None = None,
+    log: Callable[[str], None] = lambda _: None,
+) -> TrainStep:
+    """The train step that `train` makes on a topology, with what it chooses there; see
+    `make_plan`. `log` gets each choice and its reason, in one line."""
+    parameters = Parameters(config.model, topology.mesh(config))
+    types = batch_types(config.data, config.model)
+    memory_bytes = memory_bytes or topology.memory_bytes
+    return prepare(config, parameters, types, log=log, memory_bytes=memory_bytes)
 
 
 def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> Assignment | None:

@@ -4,45 +4,35 @@
 `prepare` makes the choices and the train step, for `train`, `plan`, `audit`, `compare` and the
 benchmarks alike; the config of that step is the one that a run writes down.
 
-The type of matrix products follows from a rule and not from a measurement: two runs of one config
-on one machine, and a run and its resume, must compute in the same type. A run keeps the type that
-it began with, wherever it continues.
+Each choice follows from a rule: nothing is compiled or measured, so that a start compiles the train
+step once, and all processes choose the same. `maxmars plan --remat all` compiles the step under
+every policy of rematerialisation, to see what the rule is worth. The policies give the same loss
+and gradients but for rounding.
 
-The number of microbatches follows from an estimate of memory, without compiling: it must be known
-before the data are read.
-
-The policies of rematerialisation give the same loss and gradients but for rounding. Which of them
-fits is read from the compiled train step, so that a run neither recomputes what it has the memory
-to keep, nor ends out of memory. On TPUs their compiler says as well how long a step takes, and the
-shortest is taken: to keep an array and read it again may take longer than to compute it.
-
-A run that continues on the same mesh and kind of device keeps the last two, while they fit.
-`maxmars plan --max-memory` finds both by compiling: see `search`.
+A run that continues on the same mesh and kind of device takes what its record says.
 """
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import dataclasses
+import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxmars.config import GPT2Config, MeshConfig, TrainConfig
-from maxmars.config.chips import CHIPS, chip_name
 from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
 from maxmars.data.windows import Types
 from maxmars.distributed import processes, sharding
-from maxmars.distributed.step_clock import step_clock
 from maxmars.model.attention import choose_attention
-from maxmars.model.gpt2 import GPT2
 from maxmars.model.parameters import Parameters
 from maxmars.train.optimizer import check_optimizer, follows_rate
 from maxmars.train.step import TrainState, TrainStep, abstract_train_state, make_train_step
@@ -52,16 +42,15 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 Remat = str | None
 Estimate = Callable[[TrainConfig], int]
 """Bytes that a step needs on one device; see `make_estimate`."""
-POLICIES: tuple[Remat, ...] = (None, *GPT2.remat_policies)
-"""GPT-2's policies of rematerialisation, from the least arithmetic to the least memory."""
-
 USABLE = 0.95
 """Share of a device's memory that a step may take; the rest is for batches that are read ahead."""
 
 # Vectors of embed_dim numbers: that each layer keeps of a token, and that the layer at work takes.
-_VECTORS_KEPT = {"full": 1, "auto": 1, "attention": 9, "dots": 11, None: 36}
+_VECTORS_KEPT = {"full": 1, "attention": 9, "dots": 11, None: 36}
 _VECTORS_KEPT_BY_GPUS = 18  # under None: 16.3 in GPT-2 small and 16.7 in XL, on an H200
 _VECTORS_AT_WORK = 30
+
+_LEAST_WIDTH_KEPT = 1280  # of GPT-2's sizes large; of smaller ones a TPU keeps nothing
 
 
 def prepare(
@@ -70,10 +59,8 @@ def prepare(
     types: Types | None = None,
     *,
     log: Callable[[str], None] = lambda _: None,
-    kept: TrainConfig | None = None,
+    recorded: TrainConfig | None = None,
     memory_bytes: int | None = None,
-    max_bytes: int | None = None,
-    measure: Callable[[TrainStep], Needs] | None = None,
 ) -> TrainStep:
     """Choose precision, microbatches and rematerialisation, and make the train step; nothing is
     left to choose in its config.
@@ -83,11 +70,8 @@ def prepare(
       parameters: of its model, on its devices, which may be absent.
       types: of a batch's arrays; see `make_train_step`.
       log: gets each choice and its reason, in one line.
-      kept: what the run had before on this mesh, which stays where it still fits.
+      recorded: the config that the run was made with so far on this mesh; its choices stay.
       memory_bytes: memory of a device that programs may use; None asks the devices.
-      max_bytes: of a device; given, policy and number of microbatches are both searched by
-        compiling, whatever the config says of them; see `search`.
-      measure: says what a step needs, by compiling it; None is `measured`, for the devices.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch, or a device, the model and the
@@ -100,19 +84,15 @@ def prepare(
             "the optimizer leaves optimizer.learning_rate and the schedule aside, so its own rate "
             "is not known: there is no metric train/learning_rate"
         )
-    config, policies = choose_precision(config, mesh, log), parameters.remat_policies
-
-    def needs(config: TrainConfig) -> Needs:
-        return (measure or measured)(make_train_step(config, parameters, types))
-
-    if max_bytes is not None:
-        config = search(config, mesh, policies, needs, max_bytes)
-    else:
-        memory, estimate = memory_bytes or memory_bytes_of(mesh), make_estimate(config, mesh, state)
-        config = choose_microbatches(config, mesh, estimate, memory, log, kept=kept)
-        config = choose_remat(
-            config, mesh, policies, needs, estimate, log, kept=kept, memory_bytes=memory_bytes
-        )
+    config = choose_precision(config, mesh, log)
+    if recorded is not None:
+        if config.num_microbatches is None:
+            config = dataclasses.replace(config, num_microbatches=recorded.microbatches)
+        if config.model.remat == "auto":
+            config = with_remat(config, recorded.model.remat)
+    memory_bytes = memory_bytes or memory_bytes_of(mesh)
+    estimate = make_estimate(config, mesh, state)
+    config = choose_memory(config, parameters, estimate, memory_bytes, log)
     if isinstance(config.model, GPT2Config):
         attention = choose_attention(config.model, mesh.devices.flat[0].platform)
         if attention.reason is not None:
@@ -196,92 +176,93 @@ def memory_bytes_of(mesh: Mesh) -> int | None:
     return min(limits) or None
 
 
-def choose_microbatches(
+def choose_memory(
     config: TrainConfig,
-    mesh: Mesh,
+    parameters: Parameters,
     estimate: Estimate | None,
     memory_bytes: int | None,
     log: Callable[[str], None],
-    *,
-    kept: TrainConfig | None = None,
 ) -> TrainConfig:
-    """The config with `num_microbatches` chosen, if it is None: the fewest that divide over the
-    mesh and fit in memory by the estimate. Where that is not known, the fewest that divide.
+    """The config with `model.remat` chosen, if it is `auto`, and `num_microbatches`, if it is None:
+    of `remat_rule` the first policy that fits by the estimate, in the fewest microbatches.
 
     Args:
       config: what to train; it fits the mesh, and `model.compute_dtype` is chosen.
-      mesh: its devices.
-      estimate: see `make_estimate`.
-      memory_bytes: memory of a device; see `memory_bytes_of`.
-      log: gets the choice and its reason, in one line, where it is more than one microbatch.
-      kept: what the run had before, whose number stays unless more are needed.
+      parameters: of its model, on its devices.
+      estimate: see `make_estimate`; without one, what is chosen first is taken to fit.
+      memory_bytes: memory of a device; None, which is not known, holds everything.
+      log: gets each choice and its reason, in one line, unless it is one microbatch.
     """
-    if config.num_microbatches is not None:
-        return config
-    before = 1 if kept is None else kept.microbatches
-    counts = [count for count in _counts(config, mesh) if count >= before]
-    if memory_bytes is None or estimate is None:
-        return dataclasses.replace(config, num_microbatches=counts[0])
-    usable = int(USABLE * memory_bytes)
-    chosen, needs = fewest_that_fit(config, counts, lambda c: Needs(estimate(c)), usable)
-    if chosen.microbatches > before:
-        verdict = "the fewest that fit" if needs.fit(usable) else "of which not even the last fits"
-        log(
-            f"num_microbatches={chosen.microbatches}, {verdict}: a step needs about "
-            f"{needs} of {usable / 1e9:.3f} GB a device"
+    policies, counts = [config.model.remat], [config.num_microbatches]
+    platform = parameters.mesh.devices.flat[0].platform
+    if config.model.remat == "auto":
+        policies = remat_rule(parameters, platform)
+    if config.num_microbatches is None:
+        counts = possible_microbatches(
+            config.global_batch_size, sharding.batch_shards(parameters.mesh)
         )
+    usable = math.inf if memory_bytes is None else int(USABLE * memory_bytes)
+    needed, chosen = 0, config
+    for remat, count in itertools.product(policies, counts):
+        chosen = dataclasses.replace(with_remat(config, remat), num_microbatches=count)
+        needed = 0 if estimate is None else estimate(chosen)
+        if needed <= usable:
+            break
+    about = f"a step needs about {needed / 1e9:.3f} of {usable / 1e9:.3f} GB a device"
+    fits = needed <= usable
+    if config.model.remat == "auto":
+        log(f"model.remat=auto: {chosen.model.remat}, by the rule for {platform}")
+    if config.num_microbatches is None and chosen.microbatches > 1:
+        verdict = "the fewest that fit" if fits else "of which not even the last fits"
+        log(f"num_microbatches={chosen.microbatches}, {verdict}: {about}")
     return chosen
 
 
-def _counts(config: TrainConfig, mesh: Mesh) -> list[int]:
-    return possible_microbatches(config.global_batch_size, sharding.batch_shards(mesh))
+def remat_rule(parameters: Parameters, platform: str) -> Sequence[Remat]:
+    """The policies that `model.remat=auto` chooses from on a platform: the first that fits.
 
-
-def search(
-    config: TrainConfig,
-    mesh: Mesh,
-    policies: Sequence[Remat],
-    measure: Callable[[TrainConfig], Needs],
-    usable_bytes: int,
-) -> TrainConfig:
-    """The config with the `best_policy`, each with the fewest microbatches that fit; where nothing
-    fits, with the last policy and the most microbatches.
-
-    A policy that recomputes less is preferred, whatever its microbatch: each recomputed product
-    costs arithmetic in every step, where a smaller microbatch costs only parameters gathered more
-    often.
+    By the clock, a TPU computes a narrow block again sooner than it writes and reads what it would
+    keep; from a width of 1280 on, attention and its inputs are worth keeping. A GPU computes as
+    little again as fits. See plan/README.md. A CPU computes nothing again.
     """
-    counts = _counts(config, mesh)
-    chosen: dict[Remat, TrainConfig] = {}
+    policies, model = parameters.remat_policies, parameters.model
+    match platform:
+        case "cpu":
+            return policies[:1]
+        case "tpu":
+            is_wide = isinstance(model, GPT2Config) and model.embed_dim >= _LEAST_WIDTH_KEPT
+            return ("attention", "full") if is_wide else policies[-1:]
+        case _:
+            return policies
 
-    def fewest(remat: Remat) -> Needs:
-        tried = with_remat(config, remat)
-        chosen[remat], needs = fewest_that_fit(tried, counts, measure, usable_bytes)
-        return needs
 
-    remat, _ = best_policy(fewest, usable_bytes, policies)
-    return chosen[remat]
+def less_memory(config: TrainConfig, parameters: Parameters) -> list[str]:
+    """The words of a command line for a step of less memory: the next policy of rematerialisation
+    or, after the last, the next number of microbatches; none where both are at their ends."""
+    policies = parameters.remat_policies
+    if (remat := config.model.remat) in policies[:-1]:
+        return ["--model.remat", str(policies[policies.index(remat) + 1])]
+    shards = sharding.batch_shards(parameters.mesh)
+    counts = possible_microbatches(config.global_batch_size, shards)
+    more = [str(count) for count in counts if count > config.microbatches]
+    return ["--num-microbatches", more[0]] if more else []
 
 
-def fewest_that_fit(
-    config: TrainConfig,
-    counts: Sequence[int],
-    measure: Callable[[TrainConfig], Needs],
-    usable_bytes: int,
-) -> tuple[TrainConfig, Needs]:
-    """The config with the first of ascending numbers of microbatches that fits, or the last one,
-    and what it needs. By bisection; none is measured twice."""
-    tried: dict[int, tuple[TrainConfig, Needs]] = {}
+def less_memory_hint(config: TrainConfig, parameters: Parameters) -> str:
+    """What to do about a step that does not fit, in words."""
+    words = " ".join(less_memory(config, parameters))
+    return f"{f'add {words}, or ' if words else ''}divide it over more devices with mesh.fsdp"
 
-    def fits(i: int) -> bool:
-        some = dataclasses.replace(config, num_microbatches=counts[i])
-        tried[i] = some, measure(some)
-        return tried[i][1].fit(usable_bytes)
 
-    last = len(counts) - 1
-    if fits(0) or last == 0 or not fits(last):
-        return tried[max(tried)]
-    return tried[1 + bisect.bisect_left(range(1, last), True, key=fits)]
+@contextlib.contextmanager
+def noting_less_memory(step: TrainStep) -> Iterator[None]:
+    """Add to XLA's error of a step out of memory what to try, as a note that the command prints."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" in str(error):
+            error.add_note(less_memory_hint(step.config, step.parameters))
+        raise
 
 
 def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimate | None:
@@ -290,8 +271,7 @@ def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimat
 
     These are the state and the gradients, exactly; what each layer keeps of a token for the
     backward pass, in vectors of `embed_dim` numbers; and what the layer at work takes, by compiled
-    programs for TPUs. `remat=auto` counts as `full`, the least memory, on TPUs
-    alone: elsewhere it is to take None, which on GPUs is faster than a larger microbatch.
+    programs for TPUs.
 
     Args:
       config: what to train; `model.compute_dtype` is chosen.
@@ -309,7 +289,6 @@ def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimat
 
     def estimate(config: TrainConfig) -> int:
         remat = config.model.remat
-        remat = None if remat == "auto" and platform != "tpu" else remat
         vectors = _VECTORS_KEPT[remat]
         if remat is None and platform in sharding.GPUS:
             vectors = _VECTORS_KEPT_BY_GPUS
@@ -362,155 +341,7 @@ def gathered_bytes(config: TrainConfig, parameters: Parameters) -> int:
     return 3 * config.microbatches * size * (parts - 1) // parts
 
 
-def choose_remat(
-    config: TrainConfig,
-    mesh: Mesh,
-    policies: Sequence[Remat],
-    measure: Callable[[TrainConfig], Needs],
-    estimate: Estimate | None,
-    log: Callable[[str], None],
-    *,
-    kept: TrainConfig | None = None,
-    memory_bytes: int | None = None,
-) -> TrainConfig:
-    """The config with `model.remat` chosen by `best_policy`, if it is `auto`; all processes choose
-    the same. Where a device's memory is not known, as on a CPU, nothing is measured, and nothing is
-    recomputed unless it was before.
-
-    Args:
-      config: what to train; it fits the mesh.
-      mesh: its devices.
-      policies: of its model; see `Parameters.remat_policies`.
-      measure: what the step of a config needs; it compiles.
-      estimate: see `make_estimate`.
-      log: gets the choice and its reason, in one line.
-      kept: what the run had before, whose policy stays unless one of less memory is needed.
-      memory_bytes: memory of a device that programs may use; None asks the device.
-    """
-    if config.model.remat != "auto":
-        return config
-    before: Remat = None  # which a run from before choices were recorded may have had, or not
-    if kept is not None and kept.model.remat in policies:
-        before = kept.model.remat
-    limit = memory_bytes or device_memory_bytes(mesh.local_devices[0])
-    if not processes.all_processes(limit is not None):
-        log(f"model.remat=auto: {before}, as this device's memory is not known")
-        return with_remat(config, before)
-    assert limit is not None
-    usable = int(USABLE * limit)
-
-    def measure_everywhere(remat: Remat) -> Needs:
-        needs = measure(with_remat(config, remat))
-        if not processes.all_processes(needs.fit(usable)) and needs.fit(usable):
-            return Needs(None)  # another process's devices have less memory
-        return needs
-
-    policies = policies[policies.index(before) :]
-    if estimate is not None:
-        policies = possible_policies(config, estimate, usable, policies)
-    remat, needs = best_policy(measure_everywhere, usable, policies, keep=kept is not None)
-    problem = "" if needs.fit(usable) else ", and nothing fits; raise num_microbatches or mesh.fsdp"
-    usable_gb = f"{usable / 1e9:.2f} GB of a device may be taken"
-    log(f"model.remat=auto: {remat} takes {needs}; {usable_gb}{problem}")
-    return with_remat(config, remat)
-
-
 def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
     """The config with this policy, or `auto`."""
     model: Any = config.model
     return dataclasses.replace(config, model=dataclasses.replace(model, remat=remat))
-
-
-def possible_policies(
-    config: TrainConfig, estimate: Estimate, usable_bytes: int, policies: Sequence[Remat]
-) -> Sequence[Remat]:
-    """Those of the policies whose steps are worth compiling; the last one always is.
-
-    The others do not fit even if the estimate is 1.7 times too high; 1.5 times what the compiler
-    for TPUs took is the most that was seen.
-    """
-    possible = [p for p in policies if estimate(with_remat(config, p)) <= 1.7 * usable_bytes]
-    return [*(p for p in possible if p != policies[-1]), policies[-1]]
-
-
-class Needs(NamedTuple):
-    """What a compiled train step takes on one device."""
-
-    peak_bytes: int | None
-    """None where the compiler refuses it for want of memory, as then does `fit`."""
-    seconds: float | None = None
-    """By `step_clock`, on TPUs. None elsewhere: on a GPU the policy that recomputes least was the
-    fastest, and to compile all of them takes minutes."""
-
-    def fit(self, usable_bytes: int) -> bool:
-        return self.peak_bytes is not None and self.peak_bytes <= usable_bytes
-
-    def __str__(self) -> str:
-        if self.peak_bytes is None:
-            return "too much memory"
-        time = "" if self.seconds is None else f"{self.seconds * 1e3:,.1f} ms and "
-        return f"{time}{self.peak_bytes / 1e9:.3f} GB"
-
-
-def best_policy(
-    measure: Callable[[Remat], Needs],
-    usable_bytes: int,
-    policies: Sequence[Remat] = POLICIES,
-    *,
-    keep: bool = False,
-) -> tuple[Remat, Needs]:
-    """The policy to take, and what it needs: of those that fit, the one of the shortest step;
-    where its time is not known, the first.
-
-    Args:
-      measure: what the step needs under a policy; it compiles, so it is asked only as often as the
-        choice needs it.
-      usable_bytes: memory of one device that the step may take.
-      policies: those to choose from, from the least arithmetic to the least memory. If none fits,
-        it is the last.
-      keep: take the first that fits, whatever its time: that of the run so far.
-    """
-    fitting: dict[Remat, Needs] = {}
-    needs = Needs(None)
-    for remat in policies:
-        needs = measure(remat)
-        if needs.fit(usable_bytes):
-            if keep or needs.seconds is None:
-                return remat, needs
-            fitting[remat] = needs
-    if not fitting:
-        return policies[-1], needs
-    return min(fitting.items(), key=lambda item: item[1].seconds or 0.0)
-
-
-def measured(train_step: TrainStep) -> Needs:
-    """What a train step takes on one device of its mesh, by its compiled program."""
-    try:
-        compiled = train_step.lower().compile()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return Needs(None)  # the compiler itself refuses the program
-    device = train_step.mesh.devices.flat[0]
-    is_tpu, name = device.platform == "tpu", chip_name(device.device_kind)
-    clock = step_clock(compiled, CHIPS[name]) if is_tpu and name is not None else None
-    return Needs(peak_bytes(compiled, tpu=is_tpu), None if clock is None else clock.seconds)
-
-
-def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:
-    """Most bytes that a compiled program has in use on one device.
-
-    For TPUs this is the compiler's own figure, by which it decides whether a program fits.
-    Elsewhere it is the arguments, the temporaries and the outputs that take no argument's place:
-    XLA's own peak of a CPU program leaves these out.
-
-    Raises:
-      ValueError: the backend has no memory analysis.
-    """
-    stats = compiled.memory_analysis()
-    if stats is None:
-        raise ValueError("this backend has no memory analysis of compiled programs.")
-    if tpu and stats.peak_memory_in_bytes:
-        return stats.peak_memory_in_bytes
-    made = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return stats.argument_size_in_bytes + stats.temp_size_in_bytes + made

@@ -12,6 +12,7 @@ from maxmars.distributed import processes
 from maxmars.distributed.exits import Starting
 from maxmars.distributed.failures import ExitIfPeerIsLost, StopRequestedError, StopRequests
 from maxmars.distributed.files import Workdir, resolve
+from maxmars.train.auto import noting_less_memory
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom
 from maxmars.train.lives import Life
@@ -54,7 +55,6 @@ def train(
     life: Life | None = None,
     starting: Starting | None = None,
     command: str | None = None,
-    memory_bytes: int | None = None,
     quiet: bool = False,
 ) -> TrainResult:
     """Train as `config` says, or continue the run in `workdir`.
@@ -77,8 +77,6 @@ def train(
       life: is told where the process ends at once: it hangs, lost another one, or has to leave.
       starting: is told when the run has started, and can be stopped after a step.
       command: the command line, which the journal records.
-      memory_bytes: memory of a device that a step may count on, for what the run chooses by it;
-        None asks the device.
       quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
 
     Raises:
@@ -106,7 +104,6 @@ def train(
             clock=clock,
             command=command,
             stack=stack,
-            memory_bytes=memory_bytes,
             quiet=quiet,
         )
         stack.push(peers)  # before the files are closed, which may wait for peers
@@ -134,7 +131,8 @@ def train(
             # The step is dispatched, and the metrics of the step before are fetched and reported
             # while it runs. What comes after it all processes ask each other, as part of it.
             shown = compiling if step == steps.start else contextlib.nullcontext()
-            with clock("steps", f"step {step}", kind="step"), shown:
+            watched = clock("steps", f"step {step}", kind="step")
+            with watched, shown, noting_less_memory(run.train_step):
                 tracer.before(step, run.state)
                 run.state, metrics = run.train_step(run.state, batch)
                 run.step = step

@@ -149,7 +149,6 @@ def open_run(
     clock: Clock,
     command: str | None,
     stack: contextlib.ExitStack,
-    memory_bytes: int | None = None,
     quiet: bool = False,
 ) -> Run:
     """Open a run to begin or to continue it; see `loop.train` for arguments and errors.
@@ -166,7 +165,6 @@ def open_run(
             steering,
             clock,
             progress,
-            memory_bytes,
         )
         lock(run, stack)
         restore(run, stack)
@@ -182,7 +180,6 @@ def check(
     steering: Steering,
     clock: Clock,
     progress: Progress,
-    memory_bytes: int | None,
 ) -> Run:
     """Find everything that can be wrong before anything is written, and choose what was not set."""
     config = with_own_defaults(config)
@@ -214,10 +211,11 @@ def check(
             f"learning rate comes to {config.num_steps / warmup:.0%} of its peak; lower "
             "--schedule.warmup-steps, or continue later with more --num-steps"
         )
-    kept = None
+    recorded = None
     if saved is not None and is_same_place(saved.environment, here):
-        kept = saved.run_config()
-        kept = kept if kept.global_batch_size == config.global_batch_size else None
+        recorded = saved.run_config()
+        if recorded.global_batch_size != config.global_batch_size:
+            recorded = None
     check_memory(config, mesh, state)
     check_origin(workdir, init_from, continues=saved is not None)
     tokens = open_data(config.data, "train", model=config.model)
@@ -241,8 +239,7 @@ def check(
             parameters,
             tokens.types,
             log=messages.append,
-            kept=kept,
-            memory_bytes=memory_bytes,
+            recorded=recorded,
         )
     config, device = train_step.config, mesh.devices.flat[0]
     if device.platform == "gpu":

@@ -1,6 +1,7 @@
 import gzip
 import json
 import os
+import shlex
 
 import pytest
 
@@ -14,7 +15,7 @@ def get_config():
         name="one-layer",
         num_steps=10,
         global_batch_size=16,
-        model=GPT2Config(num_layers=1, num_heads=2, embed_dim=16, max_seq_len=16, vocab_size=64),
+        model=GPT2Config(num_layers=1, num_heads=2, embed_dim=16, max_seq_len=16, vocab_size=257),
         optimizer=MarsConfig(variant="shampoo"),
         data=PythonSourcesConfig(),
         eval=EvalConfig(every=5),
@@ -41,13 +42,40 @@ def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     for part in ("one-layer", "parameters", "optimizer state: mu", "all-to-all", "with padding"):
         assert part in printed
-    assert "use: --num-microbatches 1 --model.remat None" in printed
-    command = f"maxmars train {config_file} --mesh.fsdp 8 --eval.batch-size None"
-    command += " --num-microbatches 1 --model.remat None"
-    assert printed.endswith(f"next, on those chips: {command}\n")
     written = json.loads(output.read_text())
     assert written["mesh"] == {"data": 1, "fsdp": 8, "tensor": 1}
-    assert written["overrides"] == ["--num-microbatches", "1", "--model.remat", "None"]
+    assert written["overrides"] == ["--num-microbatches", "1"]
     assert written["eval"]["peak_bytes"] > 0
     with gzip.open(hlo, "rt") as file:
         assert file.read(9) == "HloModule"
+    # The last line is a command that works.
+    label, first, second, *command = shlex.split(printed.splitlines()[-1])
+    assert (label, first) == ("next:", "JAX_PLATFORMS=cpu")
+    assert second == "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+    options = "--mesh.fsdp 8 --model.remat=full --eval.batch-size None --num-microbatches 1"
+    assert command == ["maxmars", "train", config_file, *options.split()]
+    main([*command[1:], "--workdir", str(tmp_path / "run"), "--num-processes", "1"])
+    assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 10
+
+
+@pytest.mark.seconds
+def test_what_does_not_fit_is_warned_of_and_the_next_command_takes_less(config_file, capsys):
+    words = [config_file, "--topology", "cpu:8", "--eval.every", "None"]
+    main(["plan", *words, "--max-memory", "1e-6", "--num-microbatches", "1"])
+    printed = capsys.readouterr().out
+    assert "warning: " in printed
+    assert printed.splitlines()[-1].endswith("--num-microbatches 1 --model.remat dots")
+
+
+@pytest.mark.seconds
+def test_a_row_for_each_policy(config_file, tmp_path, capsys):
+    output = tmp_path / "policies.json"
+    words = ["--topology", "cpu:8", "--remat", "all", "--model.remat", "full"]
+    main(["plan", config_file, *words, "--output", str(output)])
+    _, *rows, following = capsys.readouterr().out.splitlines()
+    assert [row.split()[0] for row in rows] == ["None", "dots", "attention", "full"]
+    assert [row.endswith("auto") for row in rows] == [True, False, False, False]
+    assert following.endswith(f"train {config_file} --num-microbatches 1 --model.remat None")
+    written = json.loads(output.read_text())["policies"]
+    assert [row["overrides"][-1] for row in written] == ["None", "dots", "attention", "full"]
+    assert all(row["plan"]["memory"]["peak_bytes"] > 0 for row in written)

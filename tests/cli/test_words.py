@@ -175,6 +175,8 @@ REFUSALS = [
     (2, f"{PLAN} --price -1.0", "--price -1.0 must"),
     (2, f"{PLAN} --max-memory 0.0", "--max-memory 0.0 must"),
     (2, f"{PLAN} --max-memory chip", "CPU"),
+    (2, f"{PLAN} --remat full", "--remat full", "all"),
+    (2, f"{PLAN} --remat all --hlo step.txt", "--hlo", "--model.remat"),
     (2, f"{PLAN} --num-slices 2", "--num-slices 2"),
     (1, f"{PLAN} --mesh.fsdp 3", "3 devices"),
     (2, "audit x --replay 0", "--replay 0 must"),

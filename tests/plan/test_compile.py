@@ -1,7 +1,6 @@
-"""Memory and FLOPs of compiled programs, and the search for a setting that fits."""
+"""Memory and FLOPs of compiled programs."""
 
 import dataclasses
-import math
 
 import jax
 import pytest
@@ -9,18 +8,11 @@ from refusals import refused
 from tiny import tiny_config
 
 from maxmars.config import MeshConfig
-from maxmars.config.chips import CHIPS
 from maxmars.distributed.sharding import bytes_on_chip, make_mesh
 from maxmars.model.flat_attention import flat_attention
 from maxmars.model.parameters import Parameters
 from maxmars.plan import get_topology, make_plan
-from maxmars.plan.compile import (
-    compile_prepared,
-    compile_train_step,
-    matmul_flops,
-    optimizer_state_bytes,
-)
-from maxmars.train.auto import POLICIES, USABLE, with_remat
+from maxmars.plan.compile import matmul_flops, optimizer_state_bytes
 from maxmars.train.step import abstract_train_state, make_train_step
 
 
@@ -94,49 +86,10 @@ def test_flops_of_the_model(plan_of, config_of):
     assert matmul_flops(exact.trace().jaxpr).total() == 2 * of_model
 
 
-@pytest.mark.slow
-def test_the_cheapest_policy_and_the_largest_microbatch():
-    config = tiny_config(global_batch_size=8, num_microbatches=1, mesh=MeshConfig())
-    topology, lines = get_topology("cpu:1"), []
-    parameters = Parameters(config.model, topology.mesh(config))
-    whole = compile_train_step(make_train_step(config, parameters), topology).peak_bytes
-    chosen, step = compile_prepared(config, topology, max_bytes=whole - 1, log=lines.append)
-    assert chosen.model.remat is None  # which a smaller microbatch fits, too
-    assert chosen.num_microbatches > 1
-    assert step.peak_bytes < whole
-    assert len(set(lines)) == len(lines)  # no program is compiled twice
-
-
-@pytest.mark.slow
-def test_nothing_fits():
-    config = tiny_config(global_batch_size=8, num_microbatches=1, mesh=MeshConfig(fsdp=8))
-    lines = []
-    with refused(ValueError, "0.00 GB", "cpu:8"):
-        compile_prepared(config, get_topology("cpu:8"), max_bytes=60, log=lines.append)
-    assert [line.split(",")[0] for line in lines] == [f"remat {remat}" for remat in POLICIES]
-    assert all(line.endswith(", too much") for line in lines)
-
-
 def test_a_batch_that_no_microbatch_divides():
     config = tiny_config(global_batch_size=12, num_microbatches=1, mesh=MeshConfig(fsdp=8))
     with refused(ValueError, "global_batch_size=12", "8 devices"):
-        compile_prepared(config, get_topology("cpu:8"), max_bytes=60, log=print)
-
-
-@pytest.mark.slow
-def test_a_plan_takes_for_auto_the_first_policy_that_fits():
-    config = tiny_config(num_microbatches=1, mesh=MeshConfig(fsdp=8))
-    topology, parameters = get_topology("cpu:8"), Parameters(config.model, make_mesh(config.mesh))
-    auto = with_remat(config, "auto")
-    chosen, whole = compile_prepared(auto, topology)
-    assert chosen.model.remat is None  # a fake device's memory means nothing
-    last = make_train_step(with_remat(config, list(POLICIES)[-1]), parameters)
-    least = compile_train_step(last, topology).peak_bytes
-    assert least < whole.peak_bytes
-    chip = dataclasses.replace(CHIPS["v5e"], memory_bytes=math.ceil(least / USABLE))
-    chosen, step = compile_prepared(auto, dataclasses.replace(topology, chip=chip))
-    assert chosen.model.remat == list(POLICIES)[-1]
-    assert step.peak_bytes == least
+        make_plan(config, get_topology("cpu:8"))
 
 
 def test_flops_of_a_step_are_the_same_on_every_mesh():

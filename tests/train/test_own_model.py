@@ -42,8 +42,8 @@ from maxmars.model.language_model import check_model, make_model, mean_loss, tok
 from maxmars.model.parameters import Parameters, init_params
 from maxmars.optim import MatrixSpec
 from maxmars.plan import get_topology, make_plan
+from maxmars.plan.compile import peak_bytes
 from maxmars.train import train
-from maxmars.train.auto import peak_bytes
 from maxmars.train.init_from import InitFrom
 from maxmars.train.metrics import read_metrics
 from maxmars.train.step import init_train_state, make_train_step
@@ -344,20 +344,17 @@ def test_a_module_has_policies_of_rematerialisation_of_its_own(tmp_path):
 
 @pytest.mark.seconds
 def test_the_policy_of_a_run_is_chosen_written_down_and_kept(tmp_path, capsys):
-    model = dataclasses.replace(OWN, remat="auto")
-    config = own_config(tmp_path, model=model, optimizer=ADAMW, num_steps=1)
-    plenty, little, run = 10**12, 1, tmp_path / "run"
+    config, run = own_config(tmp_path, optimizer=ADAMW), tmp_path / "run"
 
-    def policy_of_run(steps, memory_bytes, **changes):
-        more = dataclasses.replace(config, num_steps=steps, **changes)
-        train(more, run, memory_bytes=memory_bytes)
+    def policy_of_run(steps, remat):
+        model = dataclasses.replace(OWN, remat=remat)
+        train(dataclasses.replace(config, num_steps=steps, model=model), run)
         stored = json.loads((run / "config.json").read_text())
         return stored["model"]["remat"], stored["asked"].get("model.remat")
 
-    assert policy_of_run(1, little) == ("full", "auto")
-    assert policy_of_run(2, plenty) == ("full", "auto")
-    other = dataclasses.replace(model, remat="dots")
-    assert policy_of_run(3, None, model=other) == ("dots", None)
+    assert policy_of_run(1, "full") == ("full", None)
+    assert policy_of_run(2, "auto") == ("full", "auto")
+    assert policy_of_run(3, "dots") == ("dots", None)
     assert "model.remat full -> dots" in capsys.readouterr().out
     assert load(run).config.remat == "dots"
 

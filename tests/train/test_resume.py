@@ -118,9 +118,7 @@ def test_what_another_start_saved_meanwhile_is_not_begun_anew(short_config, tmp_
     config, workdir = short_config(), tmp_path / "run"
     with contextlib.ExitStack() as stack:
         nothing = {"init_from": None, "resume_overrides": (), "steering": Steering()}
-        run = check(
-            config, workdir, **nothing, clock=Clock(), progress=Progress(), memory_bytes=None
-        )
+        run = check(config, workdir, **nothing, clock=Clock(), progress=Progress())
         train(config, workdir)
         with refused(ValueError, workdir, "the same command"):
             lock(run, stack)

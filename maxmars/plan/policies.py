@@ -1,0 +1,98 @@
+"""The step of a run, compiled under every policy of rematerialisation: `plan --remat all`."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from maxmars.config import TrainConfig, to_dict
+from maxmars.model.parameters import Parameters
+from maxmars.plan.compile import DoesNotFitError
+from maxmars.plan.plan import Plan, make_plan, prepared_step
+from maxmars.plan.topology import Topology
+from maxmars.train.auto import with_remat
+
+HEADER = f"{'remat':<10} {'microbatches':>12} {'ms a step':>10} {'at low':>9} {'peak GB':>8} "
+HEADER += f"{'sent GB':>8}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyPlan:
+    """A run under one policy."""
+
+    config: TrainConfig
+    """With the `num_microbatches` that `train` chooses under this policy."""
+    plan: Plan | None
+    """None where the compiler refuses the step for want of memory."""
+    is_auto: bool
+    """Whether `model.remat=auto` takes this policy, in as many microbatches."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits in the memory that it may take."""
+        return self.plan is not None and self.plan.fits
+
+    @property
+    def step_seconds(self) -> float:
+        """By the clock; `inf` of fake devices and of what does not fit."""
+        return self.plan.step_seconds if self.plan is not None and self.fits else math.inf
+
+    @property
+    def overrides(self) -> list[str]:
+        """The words of a command line that train so."""
+        words = ["--num-microbatches", str(self.config.microbatches)]
+        return [*words, "--model.remat", str(self.config.model.remat)]
+
+    def __str__(self) -> str:
+        row = f"{self.config.model.remat!s:<10} {self.config.microbatches:>12} "
+        if self.plan is None:
+            return f"{row}{'refused by the compiler: too much memory':>38}"
+        low, sent = self.plan.low_step_seconds, sum(c.wire_bytes for c in self.plan.collectives)
+        for seconds, width in ((self.plan.step_seconds, 10), (low, 9)):
+            is_known = seconds is not None and math.isfinite(seconds)
+            row += f"{f'{1e3 * seconds:,.1f}' if is_known else '':>{width}} "
+        row += f"{self.plan.memory.peak_bytes / 1e9:>8.2f} {sent / 1e9:>8.2f}"
+        return row + ("" if self.fits else "  too much memory") + self.is_auto * "  auto"
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {
+            "config": to_dict(self.config),
+            "overrides": self.overrides,
+            "auto": self.is_auto,
+            "fits": self.fits,
+            "plan": None if self.plan is None else self.plan.to_json(),
+        }
+
+
+def plan_policies(
+    config: TrainConfig, topology: Topology, *, memory_bytes: int | None = None
+) -> Iterator[PolicyPlan]:
+    """Compile the train step under each policy of the model, from the least arithmetic to the
+    least memory.
+
+    Args:
+      config: what to train, whatever its `model.remat`. Where `num_microbatches` is None, each
+        policy gets the fewest that fit.
+      topology: from `get_topology`.
+      memory_bytes: see `make_plan`.
+    """
+    policies = Parameters(config.model, topology.mesh(config)).remat_policies
+
+    def chosen(remat: str | None) -> TrainConfig:
+        return prepared_step(with_remat(config, remat), topology, memory_bytes).config
+
+    auto = chosen("auto" if len(policies) > 1 else None)
+    for remat in policies:
+        tried, plan = chosen(remat), None
+        with contextlib.suppress(DoesNotFitError):
+            plan = make_plan(tried, topology, evaluate=False, memory_bytes=memory_bytes)
+        yield PolicyPlan(config=tried, plan=plan, is_auto=tried == auto)
+
+
+def best_policy(policies: list[PolicyPlan]) -> PolicyPlan:
+    """The policy of the shortest step that fits; where no time is known, that of `auto`."""
+    return min(policies, key=lambda policy: (policy.step_seconds, not policy.is_auto))
