@@ -13,7 +13,7 @@ but keeps its memory; where that is too much, `--one-at-a-time` ends each before
 
 `--random-tokens` trains on random tokens in place of the config's data. Time to the first step
 counts from the start of the process. Host time is what the Python thread itself computes in a step.
-Phases are shares of some traced steps; see `maxmars train --profile` for more.
+Phases are shares of some traced steps (`trace_table.py`).
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class MaxmarsSteps:
 
     def parts(self, text: str) -> dict[str, Any]:
         """Phases of the traced steps, and the operations that took most; why not, if it failed."""
-        from maxmars.plan.trace import PHASES, format_trace, read_trace
+        from trace_table import PHASES, format_trace, read_trace
 
         try:
             trace = read_trace(self.scratch / "trace", text)

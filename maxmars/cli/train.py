@@ -66,8 +66,8 @@ class TrainArguments(ConfigArguments):
     """Make the optimizer's state anew, once, where the run continues, which may then be another
     optimizer's (name it in --resume-overrides); parameters, step, schedule and data go on."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
-    """Trace these steps, such as 20:24, into the run's directory `profile`, for TensorBoard's xprof
-    and Perfetto, and print which operations took the time."""
+    """Trace these steps, such as 20:24, into the run's directory `profile`, which
+    `xprof --logdir` (pip install xprof) and Perfetto show."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
     """Address of process 0, where several processes train together; goes with the next two. On TPU
     pods, under srun and in the JobSets of `maxmars launch` none of the three is needed."""
@@ -107,7 +107,6 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
         from maxmars.distributed import processes
         from maxmars.distributed.failures import ExitIfPeerIsLost
         from maxmars.distributed.files import naming, resolve
-        from maxmars.plan.trace import trace_tables
         from maxmars.train import InitFrom, Steering, train
         from maxmars.train.lives import Life
 
@@ -143,7 +142,6 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
                 new_optimizer_state=arguments.new_optimizer_state,
             ),
             profile=profile,
-            trace_tables=trace_tables,
             life=life,
             starting=starting,
             command=command,

@@ -22,7 +22,7 @@ from maxmars.train.run import Evaluation, Run, open_run
 from maxmars.train.steering import Steering
 from maxmars.train.step import evaluated_params, relative_distance, saved_state
 from maxmars.train.summary import write_summary
-from maxmars.train.tracer import StepTracer, TraceTables
+from maxmars.train.tracer import StepTracer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,6 @@ def train(
     resume_overrides: Sequence[str] = (),
     steering: Steering | None = None,
     profile: tuple[int, int] | None = None,
-    trace_tables: TraceTables | None = None,
     life: Life | None = None,
     starting: Starting | None = None,
     command: str | None = None,
@@ -73,7 +72,6 @@ def train(
         records it.
       profile: first and last step to trace, into `<workdir>/profile/host_000` of each process;
         None traces none.
-      trace_tables: makes tables of what took the time in these steps.
       life: is told where the process ends at once: it hangs, lost another one, or has to leave.
       starting: is told when the run has started, and can be stopped after a step.
       command: the command line, which the journal records.
@@ -88,7 +86,7 @@ def train(
       OSError, ImportError: `workdir` cannot be written to; see `files.require_access`.
     """
     workdir = resolve(workdir)
-    tracer = StepTracer(profile, workdir, trace_tables)
+    tracer = StepTracer(profile, workdir)
     tracer.check(0, config.num_steps)  # before anything is written
     life = life or Life(workdir)
     clock = Clock(config.hang_timeout_s, life.own_error)
@@ -144,7 +142,7 @@ def train(
                     reporter.flush()  # a complete checkpoint implies the metrics of its steps
             if step == tracer.last:
                 with clock("other"):
-                    run.progress.message(tracer.end(metrics, run.train_step.text))
+                    run.progress.message(tracer.end(metrics))
 
             # Stop before an evaluation, as there may be little time left to save; the same command
             # makes the evaluation. Evaluate before a save, which deletes older checkpoints but the

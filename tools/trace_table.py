@@ -59,11 +59,6 @@ class StepTrace:
         return {phase: self.busy_seconds * seconds / total for phase, seconds in sums.items()}
 
 
-def trace_tables(directory: Path, program: str, steps: int) -> str:
-    """Tables of what took the time in traced steps, as text; see `read_trace`, `format_trace`."""
-    return format_trace(read_trace(directory, program), steps=steps)
-
-
 def read_trace(directory: Path, program: str) -> StepTrace:
     """Read one program's operations from the newest trace in a directory.
 
