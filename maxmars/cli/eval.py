@@ -38,17 +38,14 @@ class DataArguments(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HellaSwagArguments(CheckedConfig):
-    """The HellaSwag questions that are scored."""
+    """The HellaSwag questions that are scored. Contexts too long for the model are cut at their
+    beginning, questions with an ending too long for it left out, and both are counted."""
 
     path: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """The file hellaswag_val.jsonl, also with .gz or .zst, or the .parquet of the hub; None
     downloads it once into the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
     num_questions: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Score this number of questions only, the first ones; None scores all (10,042)."""
-    too_long: Literal["cut", "leave_out"] = "cut"
-    """Of a question that is longer than the model's context, `cut` the beginning of its context, as
-    lm-evaluation-harness does, or `leave_out` the question, with --against for both models. The
-    output counts them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +219,6 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         num_windows=arguments.data.num_windows,
         hellaswag_path=arguments.hellaswag.path,
         num_questions=arguments.hellaswag.num_questions,
-        too_long=arguments.hellaswag.too_long,
         own=arguments.own,
         batch_size=arguments.batch_size,
     )

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
@@ -18,7 +16,6 @@ from maxmars.cli.parse import parse_options
 from maxmars.config import MeshConfig
 from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, Rule, UsageError
 from maxmars.config.errors import about
-from maxmars.distributed.files import why_not_written
 from maxmars.distributed.progress import Progress, loading_jax
 
 if TYPE_CHECKING:  # it loads JAX, which --help and wrong arguments need not wait for
@@ -37,15 +34,13 @@ class GenerateArguments(CheckedConfig):
     the last half of it."""
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
-        'maxmars generate runs/quickstart --prompt "def "',
+        'maxmars generate runs/quickstart --prompt "def " --prompt "class "',
         "maxmars generate hf:openai-community/gpt2 --interactive",
     )
     FIRST: ClassVar[tuple[str, ...]] = (
         "prompt",
-        "prompt-file",
         "interactive",
         "json",
-        "output",
         "max-new-tokens",
         "temperature",
         "top-k",
@@ -60,16 +55,12 @@ class GenerateArguments(CheckedConfig):
         tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")
     ] = ()
     """Text to continue; may be given several times."""
-    prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """File with a prompt in each line; empty lines are skipped."""
     interactive: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Ask for prompts, or read them from a pipe, one a line, until Ctrl-D. Ctrl-C ends a
     continuation."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print one JSON object for each prompt, in a line, when its continuation has ended: `prompt`,
     `continuation`, `num_tokens`, and `end`, which is "end_of_text", "length" or "interrupted"."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.jsonl")] = None
-    """Write the lines of --json there, and print no text."""
     max_new_tokens: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 200
     """Most tokens to add to a prompt; it ends earlier at an end of text."""
     temperature: NotNegative[float] = 0.8
@@ -89,74 +80,31 @@ class GenerateArguments(CheckedConfig):
 
 def run(argv: list[str]) -> int:
     """Run `maxmars generate`."""
-    start = time.monotonic()
     arguments = parse_options(GenerateArguments, argv, prog="maxmars generate", recorded=False)
-    prompts, output = _prompts(arguments), arguments.output
-    _check_output(arguments)
+    prompts = list(arguments.prompt)
+    if bool(prompts) == arguments.interactive:
+        raise UsageError("give prompts either by --prompt TEXT or by --interactive.")
+    for prompt in prompts:
+        _check_is_text(prompt, "--prompt")
     with Progress(stderr=True) as progress:
         stream = _load(arguments, progress)
-        loading_s = time.monotonic() - start
         if arguments.interactive:
             _answer(stream, as_json=arguments.json)
             return 0
-        rates = _Rates(start, loading_s)
-        pieces = rates.count(_in_order(stream(prompts)))
-        if output is not None:
-            with output.open("w", encoding="utf-8") as file:
-                for done, line in enumerate(_json_lines(prompts, pieces), 1):
-                    print(line, file=file, flush=True)
-                    progress.update(f"{done} of {len(prompts)} prompts done", done, len(prompts))
-            progress.close()
-            print(f"{len(prompts):,} continuations written to {output}", flush=True)
-        elif arguments.json:
+        pieces = _in_order(stream(prompts))
+        if arguments.json:
             for line in _json_lines(prompts, pieces):
                 print(line, flush=True)
-        else:
-            _print_text(prompts, pieces)
-    print(rates, file=sys.stderr)
-    if output is None and not arguments.json:
-        again = shlex.join(["maxmars", "generate", arguments.target, "--interactive"])
-        print(f"next: {again}", file=sys.stderr)
+            return 0
+        _print_text(prompts, pieces)
+    again = shlex.join(["maxmars", "generate", arguments.target, "--interactive"])
+    print(f"next: {again}", file=sys.stderr)
     return 0
-
-
-def _prompts(arguments: GenerateArguments) -> list[str]:
-    """The prompts on the command line or in a file; none where they are asked for."""
-    path = arguments.prompt_file
-    if (path is not None) + bool(arguments.prompt) + arguments.interactive != 1:
-        raise UsageError(
-            "give prompts either by --prompt TEXT, by --prompt-file FILE or by --interactive."
-        )
-    if path is None:
-        for prompt in arguments.prompt:
-            _check_is_text(prompt, "--prompt")
-        return list(arguments.prompt)
-    with about(path):  # which UnicodeDecodeError does not name
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    prompts = [line for line in lines if line.strip()]
-    if not prompts:
-        raise ValueError(f"{path} has no prompt; --prompt-file takes one in each line.")
-    return prompts
 
 
 def _check_is_text(prompt: str, where: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise UsageError(f"{where} {prompt!a} is not UTF-8 text.")
-
-
-def _check_output(arguments: GenerateArguments) -> None:
-    output = arguments.output
-    if output is None:
-        return
-    for flag, is_given in (("--json", arguments.json), ("--interactive", arguments.interactive)):
-        if is_given:
-            raise UsageError(
-                f"--output {output} does not go with {flag}; send the lines of --json to a file by "
-                f"`--json > {shlex.quote(str(output))}`."
-            )
-    problem = why_not_written(output, replaced=False)
-    if problem is not None:
-        raise UsageError(f"--output {output} {problem}; name a file to write.")
 
 
 def _load(
@@ -244,10 +192,9 @@ def _json_line(prompt: str, pieces: list[TextPiece]) -> str:
 def _answer(stream: Callable[[list[str]], Iterator[TextPiece]], *, as_json: bool) -> None:
     """Continue one prompt after the other as they are read."""
     while (prompt := _ask()) is not None:
-        rates = _Rates(time.monotonic())
         came: list[TextPiece] = []
         try:
-            for piece in rates.count(stream([prompt])):
+            for piece in stream([prompt]):
                 if not as_json:
                     print(piece.text if came else prompt + piece.text, end="", flush=True)
                 came.append(piece)
@@ -256,7 +203,7 @@ def _answer(stream: Callable[[list[str]], Iterator[TextPiece]], *, as_json: bool
                 raise
         print(_json_line(prompt, came) if as_json else "", flush=True)
         if not as_json:
-            print(f"{rates}\n", file=sys.stderr)
+            print(file=sys.stderr)
 
 
 def _ask() -> str | None:
@@ -281,35 +228,3 @@ def _ask() -> str | None:
         return None
     _check_is_text(prompt, "the prompt")
     return prompt
-
-
-class _Rates:
-    """Counts the tokens and seconds of continuations, and tells them as text."""
-
-    def __init__(self, start: float, loading_s: float | None = None) -> None:
-        self._start, self._loading_s = start, loading_s
-        self._first = self._last = start
-        self._num_first = self._num_tokens = 0  # of the first pieces, and of all
-
-    def count(self, pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
-        """The same pieces."""
-        begun: set[int] = set()
-        for piece in pieces:
-            self._last = time.monotonic()
-            if not begun:
-                self._first = self._last
-            if piece.index not in begun:
-                begun.add(piece.index)
-                self._num_first += piece.num_tokens
-            self._num_tokens += piece.num_tokens
-            yield piece
-
-    def __str__(self) -> str:
-        if not self._num_tokens:
-            return "0 tokens"
-        words = f"{self._num_tokens:,} token{'s' * (self._num_tokens > 1)}"
-        seconds, num_timed = self._last - self._first, self._num_tokens - self._num_first
-        if num_timed:
-            words += f" in {seconds:.2f} s, {num_timed / seconds:,.1f} tokens/s"
-        words += f"; the first after {self._first - self._start:.2f} s"
-        return words if self._loading_s is None else f"{words} (loading {self._loading_s:.2f} s)"

@@ -93,9 +93,6 @@ class EvalConfig(CheckedConfig):
     ~/.cache/maxmars)."""
     hellaswag_questions: Positive[int] | None = None
     """Score this number of questions only, the first ones; None scores all (10,042)."""
-    hellaswag_too_long: Literal["cut", "leave_out"] = "cut"
-    """Of a question that is longer than max_seq_len, `cut` the beginning of the context, or
-    `leave_out` the question. The line that tells the score counts them."""
     own: tuple[Source | str, ...] | None = None
     """Functions of the user's own, `FILE.py:NAME`, relative to the config file, or to where they
     are typed. Each is called with the validation loss, as `NAME(trained)` with what
@@ -316,6 +313,12 @@ def to_dict(config: Any) -> Any:
     return {"type": type(config).__name__} | fields
 
 
+_REMOVED = {
+    "hellaswag_too_long": "export it with the code that wrote it, and go on by --init-from",
+}
+"""Fields of older records, and the way out for a record that uses one."""
+
+
 def from_dict(value: Any) -> Any:
     """The inverse of `to_dict`.
 
@@ -339,6 +342,13 @@ def from_dict(value: Any) -> Any:
     for field_name in ("cache_dir", "best_metric"):  # of data and checkpoints, in older records
         fields.pop(field_name, None)
     unknown = fields.keys() - {f.name for f in dataclasses.fields(config_class)}
+    for field_name in unknown & _REMOVED.keys():
+        if fields.pop(field_name) not in (None, False, "cut"):
+            raise ValueError(
+                f"{name} sets {field_name}, which this maxmars does not have; "
+                f"{_REMOVED[field_name]}."
+            )
+    unknown -= _REMOVED.keys()
     if unknown:
         raise ValueError(
             f"{name} has no field {', '.join(sorted(unknown))}; the config was written by "

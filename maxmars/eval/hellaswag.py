@@ -240,7 +240,7 @@ class Scores:
     labels: Int[np.ndarray, " questions"]
     """Number of the true ending."""
     cut: Bool[np.ndarray, " questions"]
-    """Whether the beginning of the context was cut off, to fit into the model's."""
+    """Whether the beginning of the context was cut off, so that the longest ending fits."""
 
     @cached_property
     def choices(self) -> Int[np.ndarray, " questions"]:
@@ -270,31 +270,6 @@ class Scores:
         return values | {"num_questions": count, "num_cut": int(self.cut.sum())}
 
 
-def fitting(
-    questions: Sequence[Question],
-    tokenizer: Tokenizer,
-    max_seq_len: int,
-) -> list[Question]:
-    """The questions whose context fits with each ending into `max_seq_len`, under both protocols.
-
-    Raises:
-      ValueError: there is none.
-    """
-    short_enough = [
-        question
-        for question in questions
-        if not any(
-            _is_cut(encode(question, tokenizer)[0], max_seq_len) for encode in PROTOCOLS.values()
-        )
-    ]
-    if not short_enough:
-        raise ValueError(
-            f"all {len(questions)} HellaSwag questions are longer than the model's context, "
-            f"model.max_seq_len={max_seq_len}; leave HellaSwag out."
-        )
-    return short_enough
-
-
 def _is_cut(choices: Choices, max_seq_len: int) -> bool:
     longest = max(map(len, choices.continuations))
     return len(choices.context) + longest > max_seq_len + 1  # the last token predicts nothing
@@ -302,6 +277,9 @@ def _is_cut(choices: Choices, max_seq_len: int) -> bool:
 
 class HellaSwag:
     """Scores a fixed list of questions under any parameters of a model; encodes them once.
+
+    Where a context does not fit into the model's together with an ending, its beginning is cut off,
+    as by lm-evaluation-harness. A question with an ending that is longer by itself is left out.
 
     Args:
       config: the model.
@@ -312,9 +290,11 @@ class HellaSwag:
       batch_size: see `LogLikelihoods`; a question is one row for each protocol.
 
     Raises:
-      ValueError: the tokenizer has more tokens than the model, or an ending does not fit into the
-        model's context.
+      ValueError: the tokenizer has more tokens than the model, or all questions are left out.
     """
+
+    questions: list[Question]
+    """Those that are scored."""
 
     def __init__(
         self,
@@ -331,25 +311,28 @@ class HellaSwag:
             f"the tokenizer {tokenizer.name} has {tokenizer.num_text_ids} tokens, more than the "
             f"vocab_size={config.vocab_size} of the model; give the one it was trained with.",
         )
+        longest = config.max_seq_len
+        kept = []
+        for question in questions:
+            encoded = [PROTOCOLS[protocol](question, tokenizer) for protocol in protocols]
+            endings = [ending for choice, _ in encoded for ending in choice.continuations]
+            if all(0 < len(ending) <= longest for ending in endings):
+                kept.append((question, encoded))
+        require(
+            bool(kept),
+            f"each of the {len(questions)} HellaSwag questions has an ending that is longer than "
+            f"the model's context, model.max_seq_len={longest}; leave HellaSwag out.",
+        )
+        self.questions = [question for question, _ in kept]
         self._fixed: dict[Protocol, dict[str, np.ndarray]] = {}  # the other fields of `Scores`
         choices = []
-        for protocol in protocols:
-            encoded = [PROTOCOLS[protocol](question, tokenizer) for question in questions]
-            for question, (choice, _) in zip(questions, encoded, strict=True):
-                for tokens in choice.continuations:
-                    require(
-                        0 < len(tokens) <= config.max_seq_len,
-                        f"HellaSwag question {question.index} has an ending of {len(tokens)} "
-                        f"tokens ({protocol}); there must be 1 to "
-                        f"model.max_seq_len={config.max_seq_len}. Leave out what is too long: "
-                        "--hellaswag.too-long leave_out with `maxmars eval`, "
-                        "eval.hellaswag_too_long in a config.",
-                    )
-            choices += [choice for choice, _ in encoded]
+        for number, protocol in enumerate(protocols):
+            of_protocol = [encoded[number] for _, encoded in kept]
+            choices += [choice for choice, _ in of_protocol]
             self._fixed[protocol] = {
-                "lengths": np.array([lengths for _, lengths in encoded]),
-                "labels": np.array([question.label for question in questions]),
-                "cut": np.array([_is_cut(choice, config.max_seq_len) for choice, _ in encoded]),
+                "lengths": np.array([lengths for _, lengths in of_protocol]),
+                "labels": np.array([question.label for question in self.questions]),
+                "cut": np.array([_is_cut(choice, longest) for choice, _ in of_protocol]),
             }
         self._packed = pack_choices(choices, config)
         self._score = LogLikelihoods(config, mesh, batch_size=batch_size)
@@ -462,12 +445,8 @@ class HellaSwagInLoop:
         questions = load_questions(
             config.eval.hellaswag_path, num_questions=config.eval.hellaswag_questions
         )
-        tokenizer = tokenizer_of_tokens(tokens.origin)
-        kept = questions
-        if config.eval.hellaswag_too_long == "leave_out":
-            kept = fitting(questions, tokenizer, config.model.max_seq_len)
-        self._num_left_out = len(questions) - len(kept)
-        self._score = HellaSwag(config.model, mesh, tokenizer, kept)
+        self._score = HellaSwag(config.model, mesh, tokenizer_of_tokens(tokens.origin), questions)
+        self._num_left_out = len(questions) - len(self._score.questions)
 
     def __call__(
         self, params: Any, before_batch: Callable[[], None] = lambda: None

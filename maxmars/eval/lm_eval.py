@@ -13,15 +13,15 @@ import difflib
 import importlib.metadata
 import math
 import re
-import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from maxmars.config.errors import in_words, needs_extra
+from maxmars.config.errors import EXTERNAL_ERRORS, needs_extra
 from maxmars.distributed.progress import Progress
 from maxmars.eval.generate import GREEDY, Sampling, Tokens, generate_tokens
 from maxmars.eval.loglikelihood import (
@@ -42,7 +42,6 @@ PRESETS = {
 """Names that stand for several tasks: the MARS paper (arXiv 2411.10438) reports 0-shot scores of
 these nine."""
 
-_PACKAGE = Path(__file__).parents[1]
 _SEED = 1234  # the harness's default for few-shot examples
 _MAX_NEW_TOKENS = 256  # the harness's default as well
 _GENERATION_ROWS = 16
@@ -90,7 +89,7 @@ def run_lm_eval(
     Raises:
       ImportError: lm-eval is not installed.
       ValueError: there is no such task, an argument is out of range, or the harness cannot run a
-        task as its YAML file and data are; the message says which splits and fields there are.
+        task as its YAML file and data are.
       OSError: the data of a task cannot be had.
     """
     for name, value, least in [("limit", limit, 1), ("num_fewshot", num_fewshot, 0)]:
@@ -118,11 +117,14 @@ def run_lm_eval(
             "local files, or datasets in the cache of Hugging Face)"
         )
         raise
-    except Exception as error:
-        why = _why_not_run(error, tasks)
-        if why is None:
-            raise
-        raise ValueError(why) from error
+    except (*EXTERNAL_ERRORS, MemoryError, jax.errors.JaxRuntimeError) as error:
+        error.add_note(f"lm-evaluation-harness, {', '.join(tasks)}")
+        raise
+    except Exception as error:  # YAML files, data and functions of tasks raise anything
+        raise ValueError(
+            f"lm-evaluation-harness, {', '.join(tasks)}: {type(error).__name__}: {error} "
+            "(MAXMARS_TRACEBACK=1 shows where)"
+        ) from error
     if report is None:  # where a launcher sets LOCAL_RANK, the harness reports on rank 0 only
         return {}
     results = {}
@@ -315,37 +317,6 @@ def _language_model(answers: Answers) -> Any:
 def _harness(module: str) -> Any:
     with needs_extra("eval"):
         return importlib.import_module(f"lm_eval.{module}")
-
-
-def _why_not_run(error: Exception, tasks: Sequence[str]) -> str | None:
-    """What is wrong with a task, by an error of the harness; None where the error is of maxmars.
-
-    The harness raises anything at any depth. Which task it was at, and what data this has, only
-    the frames of the traceback know.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
-    if any(Path(frame.f_code.co_filename).is_relative_to(_PACKAGE) for frame in frames):
-        return None
-    name, at, data = ", ".join(tasks), "", ""
-    task_type = _harness("api.task").Task
-    for frame in frames:
-        task = frame.f_locals.get("self")
-        if isinstance(task, task_type):
-            name = getattr(getattr(task, "config", None), "task", None) or name
-            at = frame.f_code.co_name
-            splits = getattr(task, "dataset", None)
-            if isinstance(splits, Mapping) and splits:
-                fields = getattr(next(iter(splits.values())), "column_names", None) or ()
-                data = f"; its data have the splits {', '.join(splits)} with the fields "
-                data += ", ".join(fields)
-    lines = [f.line for f in traceback.extract_tb(error.__traceback__) if "lm_eval" in f.filename]
-    code = f"`{lines[-1]}`" if lines and isinstance(error, KeyError | IndexError) else ""
-    where = ": ".join(filter(None, ["" if at == "__init__" else at, code]))
-    words = " ".join([type(error).__name__, *([f"in {where}"] if where else [])])
-    return (
-        f"lm-evaluation-harness cannot run the task {name}: {words}: "
-        f"{' '.join(in_words(error).split())}{data}. Mend its YAML file."
-    )
 
 
 def _task_names(tasks: Sequence[str], manager: Any, include_path: str | Path | None) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -34,7 +34,6 @@ from maxmars.eval.hellaswag import (
     Question,
     Scores,
     describe_count,
-    fitting,
     load_questions,
     paired_difference,
     write_scores,
@@ -148,13 +147,13 @@ def score_models(
     num_windows: int | None = None,
     hellaswag_path: Path | None = None,
     num_questions: int | None = None,
-    too_long: Literal["cut", "leave_out"] = "cut",
     own: Sequence[Source | str] | None = None,
     batch_size: int | None = None,
 ) -> Report:
     """Score one model, or two on the same data.
 
-    For two models, the windows of the validation loss are as long as the shorter context.
+    For two models, the windows of the validation loss are as long as the shorter context, and a
+    HellaSwag question that is left out for one is left out for both (see `HellaSwag`).
 
     Args:
       targets: one or two; see `load`. The second is scored on the data of the first.
@@ -165,8 +164,6 @@ def score_models(
       num_windows: number of windows to score; None takes as many as the run does, or 512.
       hellaswag_path: see `load_questions`, as `num_questions`.
       num_questions: score the first so many questions.
-      too_long: whether questions that are longer than a model's context are cut, or left out for
-        all models.
       own: functions of the user's own; None takes those of the first target's run.
       batch_size: rows scored at once, over all devices; None takes as many as suit the device.
 
@@ -177,6 +174,7 @@ def score_models(
         require(value is None or value > 0, f"{name}={value} must be positive.")
     parsed = [find_target(target) for target in targets]
     windows, questions, models, scores = None, [], [], []
+    scorers: list[HellaSwag] = []
     with Progress(stderr=True) as status:
 
         def shows(task: str) -> Callable[[int, int], None]:
@@ -203,11 +201,11 @@ def score_models(
                 "name some by --own my_eval.py:rhyme, or leave own out of --tasks.",
             )
         num_questions = len(questions)
-        if questions and too_long == "leave_out":
-            for target in parsed:
-                config = target.config()
-                questions = fitting(questions, target.tokenizer(config), config.max_seq_len)
-        for given, target in zip(targets, parsed, strict=True):
+        if questions:
+            with status.waiting("encoding HellaSwag"):
+                scorers = _scorers(parsed, questions, mesh, batch_size)
+                questions = scorers[0].questions
+        for number, (given, target) in enumerate(zip(targets, parsed, strict=True)):
             model = load(target, mesh=mesh)
             fields: dict[str, Any] = {"target": str(given), "name": model.name}
             fields |= {"source": model.origin, "digest": model.digest}
@@ -215,11 +213,8 @@ def score_models(
             if windows is not None:
                 loss = _loss(model, *windows, shows(f"loss of {model.name}"))
                 fields |= {"loss": loss.loss, "loss_tokens": loss.num_tokens}
-            if questions:
-                score = HellaSwag(
-                    model.config, mesh, model.tokenizer, questions, batch_size=batch_size
-                )
-                answers = score(model.params, shows(f"HellaSwag of {model.name}"))
+            if scorers:
+                answers = scorers[number](model.params, shows(f"HellaSwag of {model.name}"))
                 fields["hellaswag"] = {protocol: s.summary() for protocol, s in answers.items()}
             for evaluation in evaluations:
                 status.update(f"{evaluation.name} of {model.name}")
@@ -235,6 +230,24 @@ def score_models(
         fields |= {"against": models[1], "difference": _difference(models, scores)}
     fields["environment"] = environment(mesh)
     return Report(fields=fields, questions=questions, scores=scores)
+
+
+def _scorers(
+    targets: Sequence[RunTarget | HFTarget],
+    questions: Sequence[Question],
+    mesh: Mesh,
+    batch_size: int | None,
+) -> list[HellaSwag]:
+    """A scorer of the same questions for each target."""
+    scorers = []
+    for target in targets:
+        config = target.config()
+        score = HellaSwag(config, mesh, target.tokenizer(config), questions, batch_size=batch_size)
+        scorers.append(score)
+    common = set.intersection(*(set(score.questions) for score in scorers))
+    if any(len(score.questions) > len(common) for score in scorers):
+        return _scorers(targets, [q for q in questions if q in common], mesh, batch_size)
+    return scorers
 
 
 def _difference(

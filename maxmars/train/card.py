@@ -202,9 +202,7 @@ def _measured(exported: Exported, run: _Run | None, reports: Sequence[Fields]) -
             for metric in ("acc", "acc_norm")
             if (key := f"eval/{prefix}_{metric}") in row
         ]
-        how = {"cut": "lost the beginning of their context", "leave_out": "were left out"}
-        told = how[run.config.eval.hellaswag_too_long]
-        measured.remark = f"Questions longer than the model's context, if any, {told}."
+        measured.remark = "Contexts longer than the model's lost their beginning."
     for report in reports:
         with about("--report"):
             result = _of_the_model(exported, report)

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import select
 import signal
 import subprocess
@@ -21,7 +20,7 @@ LONG = "300000"  # tokens: a minute or more
 
 
 @pytest.mark.seconds
-def test_text_is_that_of_the_python_function_and_rates_come_last(finished_run, capsys):
+def test_text_is_that_of_the_python_function(finished_run, capsys):
     prompts = ["the ", "a", "", "the "]
     given = [word for prompt in prompts for word in ("--prompt", prompt)]
     main(["generate", str(finished_run), *given, "--max-new-tokens", "20", "--batch-size", "2"])
@@ -29,16 +28,10 @@ def test_text_is_that_of_the_python_function_and_rates_come_last(finished_run, c
     texts = generate_texts(load(finished_run), prompts, max_new_tokens=20, batch_size=2)
     whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     assert printed.out == "\n---------------\n".join(whole) + "\n"
-    *_, rates, following = printed.err.splitlines()
-    rate = r"[\d.,]+"
-    assert re.fullmatch(
-        rf"\d+ tokens in {rate} s, {rate} tokens/s; the first after {rate} s \(loading {rate} s\)",
-        rates,
-    )
-    assert following == f"next: maxmars generate {finished_run} --interactive"
+    assert printed.err.splitlines()[-1] == f"next: maxmars generate {finished_run} --interactive"
 
 
-def test_programs_give_a_line_and_get_a_line(finished_run, monkeypatch, capsys, tmp_path):
+def test_programs_give_a_line_and_get_a_line(finished_run, monkeypatch, capsys):
     prompts = ["the ", "ä b", " c", "the "]
     options = ["generate", str(finished_run), "--max-new-tokens", "9"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(prompts)))
@@ -49,13 +42,8 @@ def test_programs_give_a_line_and_get_a_line(finished_run, monkeypatch, capsys, 
     assert all(list(row) == ["prompt", "continuation", "num_tokens", "end"] for row in rows)
     assert all((row["num_tokens"] == 9) == (row["end"] == "length") for row in rows)
     assert rows[0]["continuation"] != rows[3]["continuation"]
-    given = [word for prompt in prompts for word in ("--prompt", prompt)]
-    main([*options, "--json", *given])
+    main([*options, "--json", *(f"--prompt={prompt}" for prompt in prompts)])
     assert capsys.readouterr().out == printed
-    file, output = tmp_path / "prompts", tmp_path / "out.jsonl"
-    file.write_text("\n\n".join(prompts), encoding="utf-8-sig")
-    main([*options, "--output", str(output), "--prompt-file", str(file)])
-    assert output.read_text(encoding="utf-8") == printed
 
 
 class Terminal:
@@ -106,7 +94,7 @@ def test_at_a_terminal_ctrl_c_ends_a_continuation_and_ctrl_d_the_command(finishe
         while len(terminal.output) < 1000:  # its echo, then the text
             terminal.read()
         terminal.send(b"\x03")
-        assert prompt in terminal.read_until(b" tokens/s; the first after ")
+        assert prompt in terminal.read_until(b"^C")
         terminal.read_until(b"\n\r\n")
         terminal.read_until(b"> ")
     terminal.send(b"\x04")

@@ -108,7 +108,7 @@ def test_an_error_is_told_behind_what_it_is_about():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["generate", "x", "--prompt-file", "waits"], "this command does not continue: run again"),
+        (["plan", "config.py", "--topology", "cpu:1"], "this command does not continue: run again"),
         (["train", "config.py"], "run the same command again to continue\n"),
     ],
 )

@@ -58,6 +58,7 @@ def test_a_config_survives_json(config):
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     record = to_dict(tiny_config())
     del record["tpu_compiler_options"]  # one from before there was such a field
+    record["eval"]["hellaswag_too_long"] = "cut"  # a removed field, not used
     assert from_dict(record) == tiny_config()
 
 
@@ -134,6 +135,11 @@ REFUSED = [
     # what another version wrote
     (lambda: from_dict(to_dict(tiny_config()) | {"speed": 1}), "TrainConfig", "speed"),
     (lambda: from_dict({"type": "Nope"}), "'Nope'"),
+    (
+        lambda: from_dict({"type": "EvalConfig", "hellaswag_too_long": "leave_out"}),
+        "EvalConfig sets hellaswag_too_long",
+        "--init-from",
+    ),
 ]
 
 

@@ -25,7 +25,10 @@ def run_eval(*arguments):
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory):
-    return write_questions_file(tmp_path_factory.mktemp("questions") / "questions.jsonl")
+    """Five questions, and one with endings that are longer than the context of the first run."""
+    rows = [fields_of(number, *question) for number, question in enumerate(SHORT)]
+    rows.append(rows[0] | {"ind": 5, "endings": [f"{'very ' * 5}{end}" for end in "abcd"]})
+    return write_questions_file(tmp_path_factory.mktemp("questions") / "questions.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +77,9 @@ def test_the_command_finds_what_the_loop_found(run, finished_run, report):
             assert scores["hellaswag"][protocol][metric] == values[2]
     assert all(seconds > 0 for seconds in recorded(run, "perf/hellaswag_time").values())
     assert scores["environment"]["num_devices"] == 8
-    assert " of 5 questions" in (run / "logs" / "host_000.log").read_text()
+    log = (run / "logs" / "host_000.log").read_text()
+    assert re.search(r" of 5 questions \(.*1 left out", log)
+    assert scores["hellaswag_left_out"] == 1
     other = scores["against"]  # with a longer context: on the same windows
     assert (other["name"], other["loss_tokens"]) == (f"{finished_run.name}, step 6", 160)
     assert other["hellaswag"]["lm_eval"]["num_questions"] == 5
@@ -99,12 +104,9 @@ def test_the_comparison_is_that_of_the_questions(report):
 
 
 @pytest.mark.seconds
-def test_the_table_counts_questions_that_are_too_long(run, finished_run, tmp_path, capsys):
-    rows = [fields_of(number, *question) for number, question in enumerate(SHORT)]
-    rows[2] |= {"ctx_a": "They.", "ctx": "They.", "activity_label": "C"}  # the only one for 16
-    for row in rows[2:]:
-        row["endings"] = [ending[:4] for ending in row["endings"]]
-    questions = write_questions_file(tmp_path / "q.jsonl", rows)
+def test_the_table_counts_questions_that_are_too_long(
+    run, finished_run, questions, tmp_path, capsys
+):
     output = tmp_path / "scores.json"
     options = ["--tasks", "hellaswag", "--hellaswag.path", questions, "--output", output]
     run_eval(finished_run / "checkpoints" / "4", *options)
@@ -113,14 +115,16 @@ def test_the_table_counts_questions_that_are_too_long(run, finished_run, tmp_pat
     assert re.search(
         r"^hellaswag completion .*\n  acc  .*\n  acc_norm  +[\d.]+ ± [\d.]+ ", table, re.MULTILINE
     )
-    assert re.search(r"5 questions \(\d cut \(lm_eval\), \d cut \(comp", table)
+    assert re.search(r"6 questions \(\d cut \(lm_eval\), \d cut \(comp", table)
     assert json.loads(output.read_text())["hellaswag_left_out"] == 0
-    run_eval(finished_run, *options, "--against", run, "--hellaswag.too-long", "leave_out")
-    assert "1 question (4 left out" in " ".join(capsys.readouterr().out.split())
+    # What the one leaves out, the other does not score either.
+    run_eval(finished_run, *options, "--against", run)
+    assert re.search(r"5 questions \(.*1 left out", " ".join(capsys.readouterr().out.split()))
     scores = json.loads(output.read_text())
-    assert scores["hellaswag_left_out"] == 4
-    assert scores["against"]["hellaswag"]["completion"]["num_questions"] == 1
-    assert json.loads((tmp_path / "scores.hellaswag.jsonl").read_text())["ind"] == 2
+    assert scores["hellaswag_left_out"] == 1
+    assert scores["against"]["hellaswag"]["completion"]["num_questions"] == 5
+    rows = (tmp_path / "scores.hellaswag.jsonl").read_text().splitlines()
+    assert [json.loads(row)["ind"] for row in rows] == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.seconds

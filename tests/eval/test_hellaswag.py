@@ -34,7 +34,6 @@ from maxmars.eval.hellaswag import (
     HellaSwag,
     Scores,
     download,
-    fitting,
     load_questions,
     paired_difference,
     write_scores,
@@ -249,25 +248,25 @@ def test_accuracies_and_their_standard_errors():
     }
 
 
-def test_questions_that_are_too_long_are_told_or_left_out(params, questions, scored):
-    few = dataclasses.replace(LONG, max_seq_len=44)  # enough for some
-    fit = {}
-    for protocol in PROTOCOLS:
-        texts = [(len(context.encode()), ends) for context, ends, _ in plain_texts(protocol)]
-        lengths = [size + max(len(end.encode()) for end in ends) for size, ends in texts]
-        fit[protocol] = np.array(lengths) <= 45  # the last token predicts nothing
-    kept = fitting(questions, ByteTokenizer(), 44)
-    assert [q in kept for q in questions] == (fit["lm_eval"] & fit["completion"]).tolist()
-    assert 0 < len(kept) < len(questions)
-    short = params | {"wpe": jax.tree.map(lambda x: x[:44], params["wpe"])}
-    by_protocol = HellaSwag(few, one_device(), ByteTokenizer(), questions)(short)
+def test_long_contexts_are_cut_and_questions_with_a_long_ending_left_out(params, questions, scored):
+    few = dataclasses.replace(LONG, max_seq_len=32)  # an ending of the last question has 42 bytes
+    short = params | {"wpe": jax.tree.map(lambda x: x[:32], params["wpe"])}
+    score = HellaSwag(few, one_device(), ByteTokenizer(), questions)
+    assert score.questions == questions[:-1]
+    by_protocol = score(short)
+    assert [*by_protocol] == [*PROTOCOLS]
     for protocol, scores in by_protocol.items():
-        np.testing.assert_array_equal(scores.cut, ~fit[protocol])
+        texts = [(len(context.encode()), ends) for context, ends, _ in plain_texts(protocol)][:-1]
+        lengths = [size + max(len(end.encode()) for end in ends) for size, ends in texts]
+        fit = np.array(lengths) <= 33  # the last token predicts nothing
+        assert 0 < fit.sum() < len(fit)
+        np.testing.assert_array_equal(scores.cut, ~fit)
         same = np.isclose(
-            scores.log_likelihoods, scored[protocol].log_likelihoods, rtol=1e-4, atol=0
+            scores.log_likelihoods, scored[protocol].log_likelihoods[:-1], rtol=1e-4, atol=0
         ).all(axis=1)
-        np.testing.assert_array_equal(same, fit[protocol])
-        assert scores.summary()["num_cut"] == (~fit[protocol]).sum()
+        np.testing.assert_array_equal(same, fit)
+        summary = scores.summary()
+        assert (summary["num_questions"], summary["num_cut"]) == (5, (~fit).sum())
 
 
 def test_refusals(questions, tmp_path):
@@ -284,13 +283,8 @@ def test_refusals(questions, tmp_path):
         ),
         (
             ValueError,
-            ["question 4", "26 tokens", "max_seq_len=16"],
+            ["1 HellaSwag questions", "max_seq_len=16"],
             lambda: HellaSwag(MODEL, one_device(), ByteTokenizer(), questions[-1:]),
-        ),
-        (
-            ValueError,
-            ["6 HellaSwag questions", "max_seq_len=8"],
-            lambda: fitting(questions, ByteTokenizer(), 8),
         ),
         (ValueError, ["1 and 0"], lambda: paired_difference(one, one[:0])),
     ):
