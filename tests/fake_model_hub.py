@@ -1,4 +1,4 @@
-"""A local imitation of the Hugging Face hub, as far as models are fetched from it and pushed to it.
+"""A local imitation of the Hugging Face hub, as far as models are fetched from it.
 
 `huggingface_hub` reads HF_ENDPOINT, HF_HOME and the like when it is imported, so `conftest.py` sets
 them for all tests, with the address of `PORT`; `FakeHub` listens there while a test needs it.
@@ -6,7 +6,6 @@ them for all tests, with the address of `PORT`; `FakeHub` listens there while a 
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
 import os
@@ -20,7 +19,6 @@ from urllib.parse import unquote, urlsplit
 
 PORT = 20_000 + os.getpid() % 10_000  # below the ports that systems give away
 ENDPOINT = f"http://127.0.0.1:{PORT}"
-STORE = f"http://localhost:{PORT}"  # large files are elsewhere than the hub itself
 _LARGE = (".safetensors", ".bin", ".png")
 
 
@@ -46,20 +44,12 @@ class FakeHub:
     """What the hub has, what it was asked, and how it fails."""
 
     repositories: dict[str, Repository] = field(default_factory=dict)
-    tokens: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Owner and role (read or write) of each token."""
-    stored: dict[str, bytes] = field(default_factory=dict)
-    """Large files that were uploaded, by SHA-256."""
+    tokens: dict[str, str] = field(default_factory=dict)
+    """Owner of each token."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """Method, path, and token of each request."""
-    broken: dict[str, int] = field(default_factory=dict)
-    """Statuses to answer, instead of the right answer, to paths that contain a text."""
     after_download: Callable[[], object] | None = None
     """Called once, after a large file was downloaded."""
-    holding: threading.Event | None = None
-    """Uploads wait for it."""
-    waiting: threading.Event = field(default_factory=threading.Event)
-    """Set when an upload waits."""
 
     def add(self, name: str, files: dict[str, bytes] | Path, **options: bool) -> str:
         """A new commit of a repository, which is made if it is missing; its SHA-1."""
@@ -79,57 +69,32 @@ class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
 
     def _answer(self) -> None:
-        length = int(self.headers.get("Content-Length") or 0)
-        self.body = self.rfile.read(length)
         path = urlsplit(self.path).path
         self.token = (self.headers.get("Authorization") or "").removeprefix("Bearer ") or None
         self.hub.requests.append((self.command, unquote(path), self.token))
-        for part, status in self.hub.broken.items():
-            if part in path:
-                self._json({"error": "out of order"}, status)
-                return
-        if path.startswith("/store/"):
-            self._store(path.removeprefix("/store/"))
-            return
         if self.token is not None and self.token not in self.hub.tokens:
             self._refuse(401, "Invalid credentials in Authorization header")
             return
         parts = [unquote(part) for part in path.strip("/").split("/")]
         match parts:
-            case ["api", "whoami-v2"]:
-                owner, role = self.hub.tokens[self.token or ""]
-                auth = {"accessToken": {"role": role, "displayName": "test"}}
-                self._json({"type": "user", "name": owner, "orgs": [], "auth": auth})
-            case ["api", "validate-yaml"]:
-                self._json({"errors": [], "warnings": []})
-            case ["api", "repos", "create"]:
-                self._create(json.loads(self.body))
             case ["api", "models", owner, name, *rest]:
                 self._of_repository(f"{owner}/{name}", rest)
             case [owner, name, "resolve", revision, *file]:
                 self._of_repository(f"{owner}/{name}", ["resolve", revision, *file])
-            case [owner, name, "info", "lfs", "objects", "batch"]:
-                self._of_repository(f"{owner}/{name.removesuffix('.git')}", ["batch"])
             case _:
                 self._refuse(404, "not found")
 
-    do_GET = do_HEAD = do_POST = do_PUT = _answer  # noqa: N815
+    do_GET = do_HEAD = _answer  # noqa: N815
 
     def _of_repository(self, name: str, rest: list[str]) -> None:
         repository = self.hub.repositories.get(name)
-        owner, role = self.hub.tokens.get(self.token or "", ("", ""))
+        owner = self.hub.tokens.get(self.token or "")
         is_owner = owner == name.partition("/")[0]
         if repository is None or (repository.private and not is_owner):
             known = self.token is not None
             self._refuse(404 if known else 401, "Repository not found", "RepoNotFound")
             return
         action = rest[0] if rest else "revision"
-        if action in ("preupload", "batch", "commit") and not (is_owner and role == "write"):
-            self._refuse(403, "You do not have the required permissions")
-            return
-        if action == "batch":
-            self._batch()
-            return
         sha = repository.find(rest[1] if len(rest) > 1 else "main")
         if sha is None:
             self._refuse(404, "Invalid rev id", "RevisionNotFound")
@@ -144,10 +109,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._json([_entry(file, content) for file, content in files.items()])
             case "resolve":
                 self._resolve(sha, "/".join(rest[2:]), files)
-            case "preupload":
-                self._preupload(files)
-            case "commit":
-                self._commit(name, repository, dict(files))
             case _:
                 self._refuse(404, "not found")
 
@@ -160,57 +121,6 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and file.endswith(_LARGE) and self.hub.after_download is not None:
             called, self.hub.after_download = self.hub.after_download, None
             called()
-
-    def _store(self, digest: str) -> None:
-        if self.hub.holding is not None:
-            self.hub.waiting.set()
-            self.hub.holding.wait(60)
-        self.hub.stored[digest] = self.body
-        self._send(b"", 200, {})
-
-    def _create(self, wanted: dict) -> None:
-        owner, role = self.hub.tokens.get(self.token or "", ("", ""))
-        name = f"{wanted.get('organization') or owner}/{wanted['name']}"
-        if wanted.get("organization") not in (None, owner) or role != "write":
-            self._refuse(403, "You don't have the rights to create a model under this namespace")
-            return
-        if name in self.hub.repositories:
-            self._json({"url": f"{ENDPOINT}/{name}", "error": "You already created it"}, 409)
-            return
-        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-        self.hub.add(name, {".gitattributes": b""}, private=private)
-        self._json({"url": f"{ENDPOINT}/{name}", "name": name})
-
-    def _preupload(self, files: dict[str, bytes]) -> None:
-        answers = []
-        for wanted in json.loads(self.body)["files"]:
-            file = wanted["path"]
-            entry = _entry(file, files[file]) if file in files else {}
-            mode = "lfs" if file.endswith(_LARGE) else "regular"
-            oid = entry.get("lfs", entry).get("oid")
-            answers.append({"path": file, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-        self._json({"files": answers})
-
-    def _batch(self) -> None:
-        objects = json.loads(self.body)["objects"]
-        for wanted in objects:
-            if wanted["oid"] not in self.hub.stored:
-                wanted["actions"] = {"upload": {"href": f"{STORE}/store/{wanted['oid']}"}}
-        self._json({"transfer": "basic", "objects": objects})
-
-    def _commit(self, name: str, repository: Repository, files: dict[str, bytes]) -> None:
-        for line in map(json.loads, self.body.splitlines()):
-            value = line["value"]
-            match line["key"]:
-                case "file":
-                    files[value["path"]] = base64.b64decode(value["content"])
-                case "lfsFile":
-                    files[value["path"]] = self.hub.stored[value["oid"]]
-                case "deletedFile":
-                    del files[value["path"]]
-        sha = repository.commit(files)
-        url = f"{ENDPOINT}/{name}/commit/{sha}"
-        self._json({"success": True, "commitOid": sha, "commitUrl": url, "hookOutput": ""})
 
     def _refuse(self, status: int, message: str, code: str | None = None) -> None:
         headers = {"X-Error-Message": message} | ({} if code is None else {"X-Error-Code": code})

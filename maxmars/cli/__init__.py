@@ -37,8 +37,7 @@ COMMANDS = {
     "train": Command("train", "run", "train a model as a config file says, or continue"),
     "eval": Command("eval", "run", "score a trained model, or compare two"),
     "generate": Command("generate", "run", "continue a prompt with a trained model"),
-    "export": Command("convert", "run_export", "write a model as a Hugging Face directory"),
-    "import": Command("convert", "run_import", "make a checkpoint of a Hugging Face model"),
+    "export": Command("export", "run", "write a model as a Hugging Face directory"),
     "verify-resume": Command(
         "train", "run_verify_resume", "prove that a killed run goes on bit by bit"
     ),

@@ -299,8 +299,8 @@ class JsonTokenizer:
         if eot_token not in vocabulary:
             raise ValueError(
                 f"the vocabulary has no token {eot_token!r} to end documents with; name the one "
-                "that it has by --eot-token of `maxmars data prepare` and `maxmars import`, or as "
-                f"eos_token in a {_SETTINGS} beside it."
+                f"that it has by --eot-token of `maxmars data prepare`, or as eos_token in a "
+                f"{_SETTINGS} beside it."
             )
         self.eot: int = vocabulary[eot_token]
         self.ends: Sequence[int] = (self.eot,)

@@ -40,9 +40,6 @@ WANDB = "wandb.json"  # the id of the run at Weights & Biases; train/trackers.py
 LIVES = "lives.json"  # how many starts in a row came to nothing
 FAILED = "failed.json"  # the error of one of several processes, which writes it itself
 
-# Of `maxmars import`, which writes a working directory without a run.
-IMPORTED_FROM = "imported_from.json"
-
 # What runs of 83c960c and before have in place of the journal: they stay as they are, and are read
 # for the weights that the run started from and for the digests of the user's own files.
 OLD_RECEIPTS = "receipts.jsonl"

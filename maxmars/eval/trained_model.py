@@ -1,7 +1,6 @@
 """A trained model, wherever it is: a run, one checkpoint, or a Hugging Face model.
 
-`load` reads it, `export_model` writes it as a Hugging Face directory, and `import_model` makes a
-checkpoint of a Hugging Face model.
+`load` reads it, and `export_model` writes it as a Hugging Face directory.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
-from maxmars.checkpoint import Checkpoint, candidates, find, load_params, read, save_params
+from maxmars.checkpoint import Checkpoint, candidates, find, load_params, read
 from maxmars.checkpoint.recorded_code import recorded_code
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, from_dict
 from maxmars.config.checks import require
@@ -40,14 +39,12 @@ from maxmars.distributed.files import (
     read_json,
     require_access,
     resolve,
-    write_json,
 )
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import (
     CHECKPOINTS,
     CONFIG,
     EVAL_SOURCE,
-    IMPORTED_FROM,
     MODEL_SOURCE,
     TOKENIZER,
 )
@@ -114,7 +111,6 @@ def load(
     path: str | Path | RunTarget | HFTarget,
     *,
     mesh: Mesh | None = None,
-    eot_token: str | None = None,
 ) -> TrainedModel:
     """Read a trained model: its parameters, configuration and tokenizer.
 
@@ -125,8 +121,6 @@ def load(
         be; or what `find_target` found.
       mesh: the parameters go here, in the shardings of training. It may be of any size and of any
         number of processes, all of which call. None is the first device of this process.
-      eot_token: the token that ends a document, where a Hugging Face model's files name none or
-        another one.
 
     Raises:
       FileNotFoundError: there is no model at this path, or no tokenizer.
@@ -146,7 +140,7 @@ def load(
     huggingface.open_weights(target.directory, config)  # find errors before anything is loaded
     return TrainedModel(
         config=config,
-        tokenizer=target.tokenizer(config, eot_token),
+        tokenizer=target.tokenizer(config),
         params=huggingface.load_params(target.directory, config, _abstract_params(config, mesh)),
         mesh=mesh,
         name=target.name,
@@ -279,15 +273,11 @@ class HFTarget:
         """None: there is no run."""
         return ()
 
-    def tokenizer(self, config: ModelConfig, eot_token: str | None = None) -> Tokenizer:
+    def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The directory's own tokenizer.
 
         Where there is none, and the vocabulary has the size of GPT-2's, or that rounded up as in
         nanoGPT (50,304), it is GPT-2's; a note on stderr says so.
-
-        Args:
-          config: of the model.
-          eot_token: the token that ends a document; None takes the one that the files name.
 
         Raises:
           FileNotFoundError: there is none, and the vocabulary is not GPT-2's.
@@ -295,10 +285,10 @@ class HFTarget:
           ImportError, OSError: see `maxmars.data.tokenizer.load`.
         """
         try:
-            tokenizer = tokenizers.load(self.directory, eot_token=eot_token)
+            tokenizer = tokenizers.load(self.directory)
         except FileNotFoundError:
             padding = config.vocab_size - GPT2Tokenizer.vocab_size
-            if not 0 <= padding < _MOST_PADDING or eot_token is not None:
+            if not 0 <= padding < _MOST_PADDING:
                 raise
             tokenizer = GPT2Tokenizer()
             if processes.is_primary():
@@ -350,7 +340,7 @@ def find_target(path: str | Path) -> RunTarget | HFTarget:
     )
 
 
-# --- export and import ----------------------------------------------------------------------------
+# --- export ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,35 +494,6 @@ def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[n
     leaf = flatten_dict(Parameters(stored.model).abstract)[layout.path]
     array = np.asarray(jax.tree.leaves(load_params(stored, unflatten_dict({layout.path: leaf})))[0])
     return array if layout.stacked else [array]
-
-
-def import_model(
-    path: str | Path, out: str | Path, *, eot_token: str | None = None
-) -> TrainedModel:
-    """Write a Hugging Face model as a checkpoint of step 0 with digests, and its tokenizer.
-
-    `out` can be used wherever a run's directory can, but there is no training to continue. It
-    appears complete or not at all, and its `imported_from.json` names the origin. `path` is a
-    Hugging Face directory, or a model on the hub, and `eot_token` as for `load`.
-
-    Returns:
-      The model.
-
-    Raises:
-      FileExistsError: `out` exists.
-      FileNotFoundError, ImportError: the model has no weights, or no tokenizer.
-      ValueError: it is no Hugging Face directory, or does not hold a sound GPT-2.
-      OSError: the disk is full or cannot be written to; or see `hub.fetch`.
-    """
-    target = find_target(path)
-    if isinstance(target, RunTarget):
-        raise ValueError(f"{path} is a run of maxmars already; there is nothing to import.")
-    with _in_the_making(out) as directory:
-        model = load(target, eot_token=eot_token)
-        save_params(directory / CHECKPOINTS, model.config, model.params, mesh=model.mesh)
-        tokenizers.save(model.tokenizer, directory / TOKENIZER)
-        write_json(directory / IMPORTED_FROM, {"source": model.origin})
-    return model
 
 
 @contextlib.contextmanager

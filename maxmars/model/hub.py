@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: `hf:OWNER/NAME[@REVISION]` fetched, and directories pushed.
+"""Models on the Hugging Face hub: `hf:OWNER/NAME[@REVISION]`, fetched into the hub's cache.
 
 All traffic goes through `huggingface_hub` (extra `hf`) and obeys its environment variables: HF_HOME
 says where models are kept, HF_TOKEN who asks, HF_ENDPOINT which hub, and HF_HUB_OFFLINE=1 that
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import maxmars
 from maxmars.config.errors import about, needs_extra
 from maxmars.distributed import processes
 from maxmars.distributed.files import read_json_object
@@ -65,13 +64,6 @@ def is_on_hub(target: str | os.PathLike[str]) -> bool:
     return os.fspath(target).startswith(_PREFIX)
 
 
-def check_name(repository: str) -> None:
-    """Raise ValueError where a name is not OWNER/NAME as the hub has it."""
-    if repository.count("/") != 1:
-        raise ValueError(f"{repository} must be OWNER/NAME of a model, such as me/gpt2-mars.")
-    _library().utils.validate_repo_id(repository)
-
-
 # --- fetching -------------------------------------------------------------------------------------
 
 
@@ -97,7 +89,7 @@ def fetch(target: str | os.PathLike[str]) -> Snapshot:
             "hf:openai-community/gpt2."
         )
     repository, directory, failure = match[1], None, None
-    check_name(repository)
+    _library().utils.validate_repo_id(repository)
 
     def fetch_as_primary() -> str:
         nonlocal directory
@@ -144,101 +136,6 @@ def _download(repository: str, revision: str) -> Path:
     with about(name):
         huggingface.open_weights(directory, config)
     return directory
-
-
-# --- pushing --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pushed:
-    """The result of `push`."""
-
-    url: str
-    """Page of the commit."""
-    is_new: bool
-    """Whether it is a new commit; False where the hub had the same files already."""
-    private: bool
-    """Whether the repository is private."""
-    deleted: list[str]
-    """Files of another model that the repository had."""
-
-
-def check_push(repository: str, *, private: bool) -> None:
-    """Find what would make `push` fail, before anybody waits for an export.
-
-    Raises:
-      PermissionError: the token may only read.
-      ValueError: the name is malformed; or the repository should be private, and is public.
-      OSError: there is no token, the hub refuses it, or cannot be reached.
-      ImportError: `huggingface_hub` (extra `hf`) is not installed.
-    """
-    check_name(repository)
-    hub, is_public = _library(), False
-    api = hub.HfApi()
-    with _in_one_line(f"--push {repository}"):
-        _check_token()
-        token = api.whoami().get("auth", {}).get("accessToken", {})
-        with contextlib.suppress(hub.errors.RepositoryNotFoundError):
-            is_public = not api.model_info(repository, timeout=_ANSWER_S).private
-    if token.get("role") == "read":
-        raise PermissionError(
-            f"the token may only read, and --push {repository} writes; log in by `hf auth login` "
-            "to one that may write, or set HF_TOKEN."
-        )
-    if private and is_public:
-        _refuse_public(repository)
-
-
-def push(directory: Path, repository: str, *, private: bool) -> Pushed:
-    """Upload a model's directory to the hub as one commit; the repository is made if it is missing.
-
-    Files that belong to another model than the directory's, such as weights in another number of
-    files, are deleted in the same commit. Hidden files are not uploaded.
-
-    Args:
-      directory: a Hugging Face directory.
-      repository: OWNER/NAME.
-      private: a new repository is private.
-
-    Raises:
-      ValueError: see `check_push`.
-      OSError: uploading failed. The hub then shows nothing of it.
-    """
-    hub, api = _library(), _library().HfApi()
-    paths = [path.relative_to(directory) for path in sorted(directory.rglob("*")) if path.is_file()]
-    files = [path.as_posix() for path in paths if not any(p[0] == "." for p in path.parts)]
-    with _in_one_line(repository):
-        api.create_repo(repository, private=private or None, exist_ok=True)
-        before = api.model_info(repository)
-    if private and not before.private:
-        _refuse_public(repository)
-    theirs = [file.rfilename for file in before.siblings or ()]
-    of_model = [*_SMALL, WEIGHTS, "model-*-of-*.safetensors"]
-    stale = set(hub.utils.filter_repo_objects(theirs, allow_patterns=of_model)) - set(files)
-    # Not `upload_folder`, which makes several commits of a large directory where Xet is there.
-    with _in_one_line(repository):
-        added = [hub.CommitOperationAdd(file, directory / file) for file in files]
-        for addition in added:
-            if addition.path_in_repo.endswith(".safetensors"):  # one by one, as in `_download`
-                api.preupload_lfs_files(repository, [addition], free_memory=False)
-        commit = api.create_commit(
-            repository,
-            [*map(hub.CommitOperationDelete, sorted(stale)), *added],
-            commit_message=f"Upload by maxmars {maxmars.__version__}",
-        )
-    return Pushed(
-        url=f"{api.endpoint}/{repository}/commit/{commit.oid}",
-        is_new=commit.oid != before.sha,
-        private=bool(before.private),
-        deleted=sorted(stale),
-    )
-
-
-def _refuse_public(repository: str) -> None:
-    raise ValueError(
-        f"{repository} is public, and the hub ignores --private for a repository that exists; make "
-        "it private in its settings, choose another name, or leave --private out."
-    )
 
 
 # --- the library ----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words, pip_install
 from maxmars.config.numbers import duration, short
 from maxmars.data.open_corpus import PRESETS
 from maxmars.distributed.files import Workdir, read_json, read_json_object, resolve, write_text
-from maxmars.distributed.workdir import DATA, IMPORTED_FROM
+from maxmars.distributed.workdir import DATA
 from maxmars.eval.hellaswag import METRICS, describe_count
 from maxmars.eval.report import harness_rows
 from maxmars.eval.trained_model import Exported, HFTarget
@@ -76,7 +76,6 @@ def write_card(
     exported: Exported,
     *,
     name: str,
-    hub: str | None = None,
     reports: Sequence[Fields] = (),
 ) -> list[str]:
     """Write the card, and the picture of the losses, into the directory of an export.
@@ -85,7 +84,6 @@ def write_card(
       directory: it has the weights.
       exported: what `export_model` says of them.
       name: the name that the directory will have.
-      hub: OWNER/NAME of the model on the hub, if it will be there.
       reports: see `read_report`. A report on another model is refused.
 
     Returns:
@@ -98,7 +96,7 @@ def write_card(
     stored = exported.origin if isinstance(exported.origin, Checkpoint) else None
     run = _Run(stored) if stored and isinstance(stored.config, TrainConfig) else None
     measured = _measured(exported, run, reports)
-    notes, title, target = [], (hub or name).rpartition("/")[2], f"hf:{hub}" if hub else name
+    notes = []
     not_drawn = None if run is None else draw_losses(run.rows, directory / CURVE)
     if not_drawn is not None:
         notes.append(f"{CURVE} was not drawn: {not_drawn}")
@@ -108,12 +106,12 @@ def write_card(
             "--report scores.json tells the result."
         )
     sections = {
-        "Use": _use(directory, exported, hub or name, target),
+        "Use": _use(directory, exported, name),
         "Architecture": _architecture(exported),
         "Training data": run and _data(run),
         "Training": run and _training(run),
         "Loss": _losses(run, measured, is_drawn=not_drawn is None) if run else measured.loss,
-        "HellaSwag": _scores(measured, target),
+        "HellaSwag": _scores(measured, name),
         "lm-evaluation-harness": measured.tasks,
         "Hardware and versions": run and _hardware(run),
         "Audit": stored and _audit(stored, run),
@@ -121,9 +119,9 @@ def write_card(
         "Limits": _limits(exported, run),
         "License": _license(directory, exported, run),
     }
-    fields = _front_matter(title, exported, run, measured)
+    fields = _front_matter(name, exported, run, measured)
     front = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
-    texts = [f"---\n{front}---", f"# {title}", _introduction(exported, stored, run)]
+    texts = [f"---\n{front}---", f"# {name}", _introduction(exported, stored, run)]
     texts += [f"## {heading}\n\n{text}" for heading, text in sections.items() if text]
     write_text(directory / CARD, "\n\n".join(texts) + "\n")
     return notes
@@ -333,11 +331,7 @@ def _introduction(exported: Exported, stored: Checkpoint | None, run: _Run | Non
     if run is None:
         source = f"the Hugging Face model `{exported.name}`"
         if stored is not None:
-            imported = read_json(resolve(stored.path).parent.parent / IMPORTED_FROM)
-            made_by = "another version"
-            if imported is not None:
-                made_by = f"`maxmars import` from `{_public(imported['source'])}`"
-            source = f"the checkpoint `{exported.name}`, which was made by {made_by}"
+            source = f"the checkpoint `{exported.name}`, which was made by another version"
         return f"{what}, written by maxmars from {source}. Of its training nothing is known here."
     stored = run.stored
     step, total = stored.step, run.config.num_steps
@@ -350,7 +344,7 @@ def _introduction(exported: Exported, stored: Checkpoint | None, run: _Run | Non
     )
 
 
-def _use(directory: Path, exported: Exported, address: str, target: str) -> str:
+def _use(directory: Path, exported: Exported, address: str) -> str:
     """How to load the model: by its address in transformers, and a GPT-2 as a target of maxmars."""
     kind = exported.architecture
     has_tokenizer = (directory / "tokenizer.json").is_file()
@@ -374,8 +368,7 @@ model = {kind}.from_pretrained("{address}")
 {in_python}
 
 ```sh
-maxmars generate {shlex.quote(target)} --prompt Once
-maxmars import {shlex.quote(target)} runs/{shlex.quote(address.rpartition("/")[2])}
+maxmars generate {shlex.quote(address)} --prompt Once
 ```"""
 
 

@@ -1,6 +1,5 @@
 """Saves, what they keep, what a restore sets aside, and when the clock says that one is due."""
 
-import json
 import os
 import re
 import time
@@ -23,7 +22,7 @@ from states import (
     truncate,
 )
 
-from maxmars.checkpoint import Checkpointer, list_steps, load, read, save_params
+from maxmars.checkpoint import Checkpointer, list_steps, load, read
 from maxmars.checkpoint.writer import Retention, SaveTimer
 from maxmars.config import CheckpointConfig
 
@@ -131,22 +130,6 @@ def test_damaged_ones_are_set_aside_and_nonsense_of_orbaxs_own_stops_nothing(
             checkpointer.save(step, states[step], data_position=8 * step)
     assert list_steps(tmp_path) == [1, 2, 3]
     assert (tmp_path / "2.damaged-2" / "state").is_dir()
-
-
-def test_parameters_alone(tmp_path):
-    params = place(make_state()["params"])
-    save_params(tmp_path / "checkpoints", config().model, params, mesh=MESH)
-    checkpoint = read(tmp_path / "checkpoints")
-    assert (checkpoint.step, checkpoint.config) == (0, config().model)
-    loaded = load(tmp_path / "checkpoints", {"params": abstract(params)})
-    assert_same(loaded.state["params"], params)
-    with refused(ValueError, "--init-from"):
-        checkpoint.run_config()
-    with refused(OSError, tmp_path / "checkpoints/0"):
-        save_params(tmp_path / "checkpoints", config().model, params, mesh=MESH)
-    assert (
-        json.loads((tmp_path / "checkpoints/0/meta/data.json").read_text())["rng"]["seed"] is None
-    )
 
 
 LOSSES = {10: 4.0, 20: 1.0, 35: 3.0, 41: 2.0, 50: float("nan"), 60: 2.0, 70: 5.0}

@@ -38,16 +38,15 @@ def test_train_in_the_default_workdir_from_weights_and_again(
 
 
 @pytest.mark.seconds
-def test_an_imported_export_is_scored_like_the_run(finished_run, byte_tokens, tmp_path, capsys):
-    main(["export", str(finished_run), str(tmp_path / "hf")])
-    imported = str(tmp_path / "imported")
-    main(["import", str(tmp_path / "hf"), imported])
-    assert (tmp_path / "imported" / "checkpoints" / "0").is_dir()
+def test_an_export_is_scored_like_the_run(finished_run, byte_tokens, tmp_path, capsys):
+    exported = str(tmp_path / "hf")
+    main(["export", str(finished_run), exported])
+    assert capsys.readouterr().out.splitlines()[-1] == f"next: hf upload OWNER/NAME {exported}"
     questions = str(write_questions_file(tmp_path / "q.jsonl"))
     given = ["--hellaswag.path", questions, "--data.path", str(byte_tokens)]
     output = tmp_path / "scores.json"
     scores = []
-    for target in (str(finished_run), imported):
+    for target in (str(finished_run), exported):
         main(["eval", target, *given, "--data.num-windows", "16", "--output", str(output), *ALONE])
         fields = json.loads(output.read_text())
         scores.append((fields["loss"], fields["hellaswag"]))
@@ -55,8 +54,8 @@ def test_an_imported_export_is_scored_like_the_run(finished_run, byte_tokens, tm
     rows = map(json.loads, (finished_run / "metrics.jsonl").read_text().splitlines())
     loss = [row["eval/loss"] for row in rows if "eval/loss" in row][-1]
     assert f"{loss:.4f}" in capsys.readouterr().out
-    main(["generate", imported, "--prompt", "the ", "--max-new-tokens", "3"])
+    main(["generate", exported, "--prompt", "the ", "--max-new-tokens", "3"])
     assert "the " in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        main(["eval", imported, "--tasks", "loss", *ALONE])
+        main(["eval", exported, "--tasks", "loss", *ALONE])
     assert "--data.path" in capsys.readouterr().err

@@ -194,7 +194,7 @@ def test_data_prepare_in_shares(tmp_path, capsys):
 
 HELPS = [
     *("train", "train quickstart", "verify-resume", "compare", "plan", "plan gpt2:optimizer=muon"),
-    *("eval", "generate", "export", "import", "audit", "report", "data prepare", "data inspect"),
+    *("eval", "generate", "export", "audit", "report", "data prepare", "data inspect"),
     *("launch tpu-vm", "launch tpu-vm logs", "launch gke", "launch gke status", "launch slurm"),
     "compare verify",
 ]

@@ -32,14 +32,14 @@ from refusals import refused
 from safetensors.numpy import load_file, save_file
 
 from maxmars import cli
-from maxmars.checkpoint import list_steps, read
+from maxmars.checkpoint import read
 from maxmars.config import MeshConfig
 from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval import load
 from maxmars.eval.generate import GREEDY, generate_tokens
-from maxmars.eval.trained_model import export_model, import_model
+from maxmars.eval.trained_model import export_model
 from maxmars.model.parameters import Parameters
 
 PARAMS = {step: random_params(BYTES, step) for step in (2, 4)}
@@ -73,9 +73,8 @@ def test_gpt2s_tokenizer_serves_a_model_of_its_size_with_padding(
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
     padded = dataclasses.replace(BASE, vocab_size=50304, num_layers=1)
     write_hf(tmp_path / "padded", hf_fields(padded), hf_arrays(padded))
-    cli.main(["import", str(tmp_path / "padded"), str(tmp_path / "imported")])
+    model = load(tmp_path / "padded")
     assert "GPT-2's tokenizer" in capsys.readouterr().err
-    model = load(tmp_path / "imported")
     assert (model.tokenizer.name, model.config.vocab_size) == ("gpt2", 50304)
 
 
@@ -105,10 +104,6 @@ def half(path):
     return export_model(path, path.parent / "half", dtype="float16")
 
 
-def imported(path):
-    return import_model(path, path.parent / "other")
-
-
 @pytest.mark.parametrize(
     ("call", "name", "kind", "named"),
     [
@@ -123,7 +118,6 @@ def imported(path):
         (load, "anothers", ValueError, ["anothers/tokenizer", "257 tokens", "61"]),
         (on_tensor_8, "own", ValueError, ["tensor=8", "model.num_heads=2"]),
         (half, "large", ValueError, ["h.1.ln_1.bias", "7e+04", "float16"]),
-        (imported, "own", ValueError, ["own"]),
     ],
 )
 def test_refusals(around, call, name, kind, named):
@@ -133,7 +127,7 @@ def test_refusals(around, call, name, kind, named):
     assert sorted(around.iterdir()) == before
 
 
-# --- export and import
+# --- export
 
 FROZEN = Path(__file__).parents[1] / "model" / "transformers_logits.npz"
 
@@ -170,23 +164,21 @@ def test_logits_are_those_of_transformers(exported, kind):
 
 
 @pytest.mark.parametrize("kind", ["bias_free", "padded"])
-def test_an_export_is_imported_bit_by_bit(exported, tmp_path, kind):
+def test_an_export_is_read_and_exported_again_bit_by_bit(exported, tmp_path, kind):
     config, params = VARIANTS[kind], random_params(VARIANTS[kind])
     shutil.copytree(exported(kind), tmp_path / "hf")
     # These models have no tokenizer: any that fits is good enough.
     vocabulary = {chr(ord("A") + i): i for i in range(60)} | {"<|endoftext|>": 60}
     (tmp_path / "hf" / "vocab.json").write_text(json.dumps(vocabulary))
     (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n")
-    assert import_model(tmp_path / "hf", tmp_path / "imported").config == config
-    assert list_steps(tmp_path / "imported" / "checkpoints") == [0]
-    model = load(tmp_path / "imported", mesh=one_device_mesh())
-    assert (model.config, model.name) == (config, "imported, step 0")
+    model = load(tmp_path / "hf", mesh=one_device_mesh())
+    assert (model.config, model.name) == (config, "hf")
     assert model.tokenizer.eot == 60
     embedding = np.asarray(model.params["wte"]["embedding"])
     assert not embedding[61:].any()  # padding is not exported
     embedding = np.concatenate([embedding[:61], params["wte"]["embedding"][61:]])
     assert_same(model.params | {"wte": {"embedding": embedding}}, params)
-    export_model(tmp_path / "imported", tmp_path / "again")
+    export_model(tmp_path / "hf", tmp_path / "again")
     first, second = (tmp_path / name / "model.safetensors" for name in ("hf", "again"))
     assert first.read_bytes() == second.read_bytes()
 
@@ -273,17 +265,13 @@ def made_tokenizer():
 
 @pytest.mark.seconds
 def test_a_model_ends_where_its_files_say_in_every_command(tmp_path, capsys):
-    theirs, hf, run, again = made_tokenizer(), *(tmp_path / name for name in ("hf", "run", "again"))
+    theirs, hf, again = made_tokenizer(), tmp_path / "hf", tmp_path / "again"
     config = dataclasses.replace(BASE, vocab_size=theirs.get_vocab_size())
     write_hf(hf, hf_fields(config), hf_arrays(config))
     theirs.save(str(hf / "tokenizer.json"))
     with pytest.raises(SystemExit):
-        cli.main(["import", str(hf), str(run)])
-    assert "--eot-token" in capsys.readouterr().err
-    cli.main(["import", str(hf), str(run), "--eot-token", "</s>"])
-    assert load(run).tokenizer.eot == 1
-    shutil.rmtree(run)
-
+        cli.main(["generate", str(hf), "--prompt", "to be"])
+    assert "eos_token in a tokenizer_config.json" in capsys.readouterr().err
     (hf / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
     model = load(hf)
     prompt = [model.tokenizer.encode("to be")]
@@ -300,10 +288,9 @@ def test_a_model_ends_where_its_files_say_in_every_command(tmp_path, capsys):
         return row["end"], row["num_tokens"]
 
     assert ended(hf) == ("end_of_text", length)
-    cli.main(["import", str(hf), str(run)])
-    cli.main(["export", str(run), str(again)])
+    cli.main(["export", str(hf), str(again)])
     capsys.readouterr()
-    assert ended(run) == ("end_of_text", length)
+    assert ended(again) == ("end_of_text", length)
     fields = {path.stem: json.loads(path.read_text()) for path in again.glob("*.json")}
     assert fields["tokenizer_config"]["eos_token"] == "</s>"
     assert fields["config"]["eos_token_id"] == 1
@@ -359,13 +346,12 @@ def test_errors_are_one_line_and_leave_nothing(run, around, tmp_path, capsys):
     ends("gs://bucket/out", "export", run, "gs://bucket/out")
     with full_disk():
         ends("model.safetensors", "export", run, out)
-    ends("tokenizer", "import", around / "bytes", out)
     diverged = shutil.copytree(around / "bytes", tmp_path / "diverged")
     arrays = load_file(diverged / "model.safetensors")
     arrays["h.1.ln_1.bias"][3] = np.nan
     save_file(arrays, diverged / "model.safetensors")
     shutil.copytree(run / "tokenizer", diverged, dirs_exist_ok=True)
-    ends("h.1.ln_1.bias", "import", diverged, out)
+    ends("h.1.ln_1.bias", "generate", diverged, "--prompt", "a")
     (diverged / "model.safetensors").rename(diverged / "pytorch_model.bin")
     ends("pickle", "export", diverged, out)
 

@@ -14,7 +14,7 @@ import tiny
 from refusals import refused
 from tiny import ADAMW, MODEL, batch_of, begin_from, values_of
 
-from maxmars.checkpoint import list_steps, load, read, save_params
+from maxmars.checkpoint import list_steps, load, read
 from maxmars.checkpoint.environment import environment
 from maxmars.checkpoint.journal import read_journal
 from maxmars.cli import main
@@ -444,17 +444,6 @@ def test_no_weights(tmp_path, short_config):
         loaded(tmp_path / "nowhere", short_config())
     with refused(ValueError, tmp_path, "checkpoints", "model.safetensors", "config.json"):
         loaded(tmp_path, short_config())
-
-
-def test_an_imported_model_has_weights_alone(source, short_config, tmp_path):
-    config = short_config()
-    params = saved(source, config)["params"]
-    save_params(tmp_path / "checkpoints", config.model, params, mesh=mesh_of(config))
-    initial = loaded(tmp_path, config)
-    assert initial.origin["weights"].endswith("/checkpoints/0")
-    assert_equal(initial.state.params, params)
-    with refused(ValueError, tmp_path / "checkpoints" / "0", "--init-optimizer-state"):
-        loaded(tmp_path, config, optimizer_state=True)
 
 
 def test_a_hugging_face_model(reference_dir, short_config):

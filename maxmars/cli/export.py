@@ -1,0 +1,76 @@
+"""`maxmars export`: a model as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+import tyro
+
+from maxmars.cli.parse import parse_options
+from maxmars.config.checks import CheckedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments(CheckedConfig):
+    """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads, or the
+    class that the `export` of a module of your own names.
+
+    Its README.md is a model card: what the run says about data, optimizer, losses, scores, devices
+    and digests. Read the card before you publish it; the last line of the command uploads the
+    directory to the Hugging Face hub.
+
+    The weights go to model.safetensors, above 5 GB to several files; the weights of one file are
+    in memory at once.
+    """
+
+    EXAMPLES: ClassVar[tuple[str, ...]] = (
+        "maxmars export runs/quickstart hf/quickstart",
+        "maxmars export runs/quickstart hf/quickstart --report scores.json",
+    )
+
+    target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
+    """Working directory of a run, one checkpoint of it such as runs/quickstart/checkpoints/500, a
+    Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """Directory to make."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type of the weights in it; float32 keeps every bit."""
+    report: Annotated[str | None, tyro.conf.arg(metavar="FILE.json,...")] = None
+    """What `maxmars eval TARGET --output FILE.json` wrote: its scores are told in the card."""
+
+
+def run(argv: list[str]) -> int:
+    """Run `maxmars export`."""
+    arguments = parse_options(ExportArguments, argv, prog="maxmars export")
+    from maxmars.distributed.progress import loading_jax
+
+    with loading_jax():
+        from maxmars.eval.trained_model import Exported, export_model
+        from maxmars.train.card import CARD, read_report, write_card
+
+    out = arguments.out
+    reports = [read_report(path) for path in (arguments.report or "").split(",") if path]
+
+    notes = []
+
+    def add_card(directory: Path, exported: Exported) -> None:
+        notes[:] = write_card(directory, exported, name=Path(out).name, reports=reports)
+
+    exported = export_model(
+        arguments.target,
+        out,
+        dtype=arguments.dtype,
+        add_files=add_card,
+    )
+    files = "1 file" if exported.num_files == 1 else f"{exported.num_files} files"
+    size = f"{exported.num_bytes / 1e9:.3g} GB of {arguments.dtype} weights in {files}"
+    print(f"{out}: {exported.name}, {size}")
+    for note in [*exported.notes, *notes]:
+        print(note)
+    print(f"{CARD} in it is the model card; read it, and choose a license there")
+    print(f'load it by transformers.{exported.architecture}.from_pretrained("{out}")')
+    print(f"next: hf upload OWNER/NAME {shlex.quote(out)}")
+    return 0
