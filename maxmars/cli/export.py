@@ -54,10 +54,8 @@ def run(argv: list[str]) -> int:
     out = arguments.out
     reports = [read_report(path) for path in (arguments.report or "").split(",") if path]
 
-    notes = []
-
     def add_card(directory: Path, exported: Exported) -> None:
-        notes[:] = write_card(directory, exported, name=Path(out).name, reports=reports)
+        write_card(directory, exported, name=Path(out).name, reports=reports)
 
     exported = export_model(
         arguments.target,
@@ -68,8 +66,11 @@ def run(argv: list[str]) -> int:
     files = "1 file" if exported.num_files == 1 else f"{exported.num_files} files"
     size = f"{exported.num_bytes / 1e9:.3g} GB of {arguments.dtype} weights in {files}"
     print(f"{out}: {exported.name}, {size}")
-    for note in [*exported.notes, *notes]:
+    for note in exported.notes:
         print(note)
+    if not reports:
+        again = shlex.join(["maxmars", "eval", arguments.target, "--output", "scores.json"])
+        print(f"for scores in its card: `{again}`, and export with --report scores.json")
     print(f"{CARD} in it is the model card; read it, and choose a license there")
     print(f'load it by transformers.{exported.architecture}.from_pretrained("{out}")')
     print(f"next: hf upload OWNER/NAME {shlex.quote(out)}")

@@ -1,32 +1,26 @@
-"""The model card of an export: `README.md` as the Hugging Face hub shows it, and the loss as a PNG.
+"""The model card of an export: `README.md` as the Hugging Face hub shows it.
 
-Config and environment are those of the exported checkpoint, which has digests; losses are those of
-`metrics.jsonl` up to its step, and the trajectory is the journal's. Paths are shortened to their
-last name, so that the card tells nothing of the directories and users of the machine.
+Config, environment and digests are those of the exported checkpoint, losses those of the run's
+`metrics.jsonl` up to its step. Paths are cut to their last names, so that the card tells nothing of
+the directories and users of the machine.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import shlex
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import yaml
 
 from maxmars.checkpoint import Checkpoint
 from maxmars.checkpoint.journal import read_journal
 from maxmars.checkpoint.reader import DamagedError
-from maxmars.config import TrainConfig, to_dict
+from maxmars.config import to_dict
 from maxmars.config.checks import require
-from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words, pip_install
-from maxmars.config.numbers import duration, short
-from maxmars.data.open_corpus import PRESETS
+from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
+from maxmars.config.numbers import short
 from maxmars.distributed.files import Workdir, read_json, read_json_object, resolve, write_text
 from maxmars.distributed.workdir import DATA
 from maxmars.eval.hellaswag import METRICS, describe_count
@@ -34,31 +28,39 @@ from maxmars.eval.report import harness_rows
 from maxmars.eval.trained_model import Exported, HFTarget
 from maxmars.model.parameters import Parameters
 from maxmars.train.audit import audit
-from maxmars.train.journal import (
-    began_in,
-    changes_of_config,
-    lines_to,
-    run_seconds,
-    sessions_of,
-    shares,
-    trajectory,
-)
+from maxmars.train.journal import began_in, lines_to, trajectory
 from maxmars.train.metrics import read_metrics
-from maxmars.train.optimizer import evaluated_in_words, summarize_rules
-from maxmars.train.steering import orders_in_words
+from maxmars.train.optimizer import summarize_rules
 
-CARD, CURVE, SOURCE_CARD = "README.md", "loss_curve.png", "SOURCE_README.md"
-
-_PATH = re.compile(
-    # Of a disk, also in hf:/path and file:///path, and gs://; of https:// nothing.
-    r"(?<![\w./-])(?:gs:/|file://|~\w*)?/(?:[^\s'\"`(),;:=/]+/)*([^\s'\"`(),;:=/]+)/?"
-)
+CARD, SOURCE_CARD = "README.md", "SOURCE_README.md"
 
 Fields = Mapping[str, Any]
 
+# Of a disk, also in hf:/path and file:///path, and gs://; of https:// nothing.
+_FOLDERS = re.compile(r"(?<![\w./-])(?:gs:/|file://|~\w*)?/(?:[^\s'\"`(),;:=/]+/)*(?=[^\s/])")
+_USE = """\
+```python
+from transformers import AutoTokenizer, {kind}
+
+model = {kind}.from_pretrained("{name}")  # this directory, or OWNER/NAME on the hub
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+inputs = tokenizer("Once", return_tensors="pt")
+print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
+```"""
+
+
+class _Score(NamedTuple):
+    data: str
+    metric: str
+    value: float
+    text: str
+    """The value, and its standard error where there is one."""
+    of: str
+    """On how much it was measured, and by what."""
+
 
 def read_report(path: str | Path) -> Fields:
-    """What `maxmars eval TARGET --output FILE.json` wrote.
+    """The scores that `maxmars eval TARGET --output FILE.json` wrote.
 
     Raises:
       FileNotFoundError: there is no such file.
@@ -72,531 +74,183 @@ def read_report(path: str | Path) -> Fields:
 
 
 def write_card(
-    directory: Path,
-    exported: Exported,
-    *,
-    name: str,
-    reports: Sequence[Fields] = (),
-) -> list[str]:
-    """Write the card, and the picture of the losses, into the directory of an export.
-
-    Args:
-      directory: it has the weights.
-      exported: what `export_model` says of them.
-      name: the name that the directory will have.
-      reports: see `read_report`. A report on another model is refused.
-
-    Returns:
-      Lines for people: what the card lacks, and how it can be had.
+    directory: Path, exported: Exported, *, name: str, reports: Sequence[Fields] = ()
+) -> None:
+    """Write the card into the directory of an export, which is to have this name.
 
     Raises:
       ValueError: a report is on another model, or a file of the run is damaged.
       OSError: the disk is full.
     """
     stored = exported.origin if isinstance(exported.origin, Checkpoint) else None
-    run = _Run(stored) if stored and isinstance(stored.config, TrainConfig) else None
-    measured = _measured(exported, run, reports)
-    notes = []
-    not_drawn = None if run is None else draw_losses(run.rows, directory / CURVE)
-    if not_drawn is not None:
-        notes.append(f"{CURVE} was not drawn: {not_drawn}")
-    if not measured.scores:
-        notes.append(
-            f"HellaSwag is not measured: `{_eval_command(exported)}` does it, and an export with "
-            "--report scores.json tells the result."
-        )
-    sections = {
-        "Use": _use(directory, exported, name),
-        "Architecture": _architecture(exported),
-        "Training data": run and _data(run),
-        "Training": run and _training(run),
-        "Loss": _losses(run, measured, is_drawn=not_drawn is None) if run else measured.loss,
-        "HellaSwag": _scores(measured, name),
-        "lm-evaluation-harness": measured.tasks,
-        "Hardware and versions": run and _hardware(run),
-        "Audit": stored and _audit(stored, run),
-        "How it was made": run and _commands(run),
-        "Limits": _limits(exported, run),
-        "License": _license(directory, exported, run),
+    training = [] if stored is None else _training(stored)
+    scores = [] if stored is None else [*_scores_of_run(stored)]
+    scores += [score for report in reports for score in _scores_of_report(exported, report)]
+    license_fields, license_text = _license(directory, exported)
+    tags = ["maxmars", "jax", *(["gpt2"] if exported.config.make is None else [])]
+    if stored is not None:
+        optimizer = type(stored.run_config().optimizer).__name__.removesuffix("Config").lower()
+        tags += ["pretraining", optimizer]
+    front: dict[str, Any] = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": tags,
     }
-    fields = _front_matter(name, exported, run, measured)
-    front = yaml.safe_dump(fields, sort_keys=False, allow_unicode=True)
-    texts = [f"---\n{front}---", f"# {name}", _introduction(exported, stored, run)]
-    texts += [f"## {heading}\n\n{text}" for heading, text in sections.items() if text]
-    write_text(directory / CARD, "\n\n".join(texts) + "\n")
-    return notes
+    front |= license_fields
+    if scores:
+        front["model-index"] = [{"name": name, "results": [*map(_result, scores)]}]
+    limits = [f"- {note}" for note in exported.notes]
+    if ("first weights", "random") in training:
+        limits.insert(0, "- A base model: it continues text and follows no instructions.")
+    if exported.dtype != "float32":
+        limits.append(f"- Losses and scores are those before the rounding to {exported.dtype}.")
+    rows = [(score.data, score.metric, score.text, score.of) for score in scores]
+    sections = {
+        "Use": _USE.format(kind=exported.architecture, name=name),
+        "Training": training and _table(("", ""), training),
+        "Audit": stored and _audit(_run_of(stored)),
+        "Scores": rows and _table(("data", "metric", "value", "of"), rows),
+        "Limits": "\n".join(limits),
+        "License": license_text,
+    }
+    what = (
+        f"{exported.architecture}, {short(exported.num_parameters)} parameters in {exported.dtype}"
+    )
+    body = f"# {name}\n\n{what}, written by maxmars from {exported.name}.\n"
+    body += "".join(f"\n## {head}\n\n{text}\n" for head, text in sections.items() if text)
+    fields = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
+    write_text(directory / CARD, f"---\n{fields}---\n\n{_FOLDERS.sub('', body)}")
 
 
-# --- what is known --------------------------------------------------------------------------------
+def _run_of(stored: Checkpoint) -> Workdir:
+    return resolve(stored.path).parent.parent
 
 
-class _Run:
-    """What a run recorded, up to the step of the exported checkpoint."""
-
-    def __init__(self, stored: Checkpoint) -> None:
-        self.stored, self.config = stored, stored.run_config()
-        self.workdir: Workdir = resolve(stored.path).parent.parent
-        self.rows = [row for row in read_metrics(self.workdir) if row["step"] <= stored.step]
-        journal = read_journal(self.workdir)
-        self.sessions = sessions_of(journal)
-        self.lines = trajectory(lines_to(journal, stored.journal) or [])
-        self.data: list[dict[str, Any]] = (read_json(self.workdir / DATA) or {}).get("parts", [])
-
-    @cached_property
-    def began(self) -> list[dict[str, Any]]:
-        """The lines with which the sessions before the checkpoint began."""
-        return began_in(self.lines)
-
-    @property
-    def is_from_scratch(self) -> bool:
-        """Whether the journal says that the first weights were drawn at random."""
-        first = self.began[:1]
-        return bool(first) and first[0]["step"] == 0 and first[0]["init_from"] is None
-
-    @property
-    def first_weights(self) -> str:
-        if self.is_from_scratch:
-            return f"drawn at random (seed {self.config.seed})"
-        start = self.began[0]["init_from"] if self.began else None
-        if start is None:
-            return "unknown"
-        state = " with their optimizer's state" if start["optimizer_state"] else ""
-        folder, _, step = start["weights"].rpartition("/checkpoints/")
-        name = f"{_public(folder)}/checkpoints/{step}" if folder else _public(start["weights"])
-        return f"those of `{name}`{state} (digest `{start['params_digest']}`)"
-
-    def last(self, key: str) -> tuple[int, float] | None:
-        """Step and value of the last line that has a metric."""
-        return next(((r["step"], float(r[key])) for r in reversed(self.rows) if key in r), None)
+def _training(stored: Checkpoint) -> list[tuple[str, Any]]:
+    """Names and values of what the run recorded up to the checkpoint."""
+    config, here, run = stored.run_config(), stored.environment, _run_of(stored)
+    mesh = " ".join(f"{axis}={size}" for axis, size in here["mesh"].items())
+    began = began_in(trajectory(lines_to(read_journal(run), stored.journal) or []))
+    first = (began[0]["init_from"] or {}).get("weights", "random") if began else "not recorded"
+    first = first.replace("/checkpoints/", ", step ")
+    losses = {row["step"]: row["train/loss"] for row in read_metrics(run) if "train/loss" in row}
+    settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
+    commands = {line["command"] or "a call in Python": line["step"] for line in reversed(began)}
+    return [
+        ("steps", f"{stored.step:,} of {config.num_steps:,}, {stored.tokens:,} tokens"),
+        ("batch", f"{config.global_batch_size:,} sequences of {config.model.max_seq_len:,} tokens"),
+        ("optimizer", summarize_rules(config.optimizer, Parameters(config.model))),
+        ("settings", ", ".join(f"{k}={v}" for k, v in settings.items())),
+        ("schedule", f"{config.schedule.warmup_steps:,} steps up, then {config.schedule.decay}"),
+        *(
+            (f"data {p['name']}", f"{p['num_tokens']:,} tokens of {p['source']}")
+            for p in _data(run)
+        ),
+        ("digest of the data", stored.data_digest),
+        ("first weights", first),
+        ("training loss, nats a token", losses.get(stored.step, "not recorded")),
+        ("seed", config.seed),
+        ("devices", f"{here['num_devices']} x {', '.join(here['device_kinds'])}, mesh {mesh}"),
+        *((key, here[key]) for key in ("maxmars", "code", "jax", "flax", "optax")),
+        ("digest of the checkpoint", stored.digest),
+        *((f"command from step {step:,}", f"`{text}`") for text, step in [*commands.items()][::-1]),
+    ]
 
 
-@dataclass(kw_only=True)
-class _Measured:
-    """What was measured of the exported model: by reports on it, else by its run."""
-
-    scores: list[tuple[str, str, float, int]] = field(default_factory=list)
-    """On HellaSwag: protocol, metric, share of right answers, number of questions."""
-    remark: str = ""
-    """About questions that are longer than the model's context."""
-    loss: str | None = None
-    """Of a report, in words."""
-    tasks: str = ""
-    """Of lm-evaluation-harness, as a table."""
+def _data(run: Workdir) -> list[dict[str, Any]]:
+    return (read_json(run / DATA) or {}).get("parts", [])
 
 
-def _measured(exported: Exported, run: _Run | None, reports: Sequence[Fields]) -> _Measured:
-    """Of two reports that say the same, the later one counts.
+def _audit(run: Workdir) -> str:
+    try:
+        text = audit(run, compare_arrays=False, log=lambda text: None).text
+    except (*EXTERNAL_ERRORS, DamagedError) as error:
+        return f"The run could not be audited: {in_words(error)}"
+    return f"By `maxmars audit`, which computed no step again:\n\n```text\n{text}\n```"
+
+
+def _scores_of_run(stored: Checkpoint) -> Iterator[_Score]:
+    """The scores in the run's metrics at the step of the checkpoint."""
+    run = _run_of(stored)
+    rows = [row for row in read_metrics(run) if row["step"] == stored.step]
+    values = {key: value for row in rows for key, value in row.items()}
+    if "eval/loss" in values:
+        names = ", ".join(part["name"] for part in _data(run)) or "validation split"
+        windows = f"{stored.run_config().eval.num_windows:,} windows"
+        yield _loss(names, float(values["eval/loss"]), windows)
+    for protocol, prefix in METRICS.items():
+        if f"eval/{prefix}_acc" in values:
+            names, count = ("acc", "acc_norm"), int(values["eval/hellaswag_questions"])
+            summary: dict[str, Any] = {
+                name: float(values[f"eval/{prefix}_{name}"]) for name in names
+            }
+            for name in names:
+                variance = summary[name] * (1 - summary[name]) / max(count - 1, 1)
+                summary[f"{name}_stderr"] = variance**0.5
+            yield from _hellaswag(protocol, summary, f"{count:,} questions")
+
+
+def _scores_of_report(exported: Exported, report: Fields) -> Iterator[_Score]:
+    """The scores of the exported model in a report, which may be on two models.
 
     Raises:
-      ValueError: a report is on another model, or damaged.
+      ValueError: it is on others.
     """
-    measured, tasks = _Measured(), []
-    if run is not None:
-        at_step = (row for row in run.rows if row["step"] == run.stored.step)
-        row = next((row for row in at_step if "eval/hellaswag_questions" in row), {})
-        measured.scores = [
-            (protocol, metric, float(row[key]), round(float(row["eval/hellaswag_questions"])))
-            for protocol, prefix in METRICS.items()
-            for metric in ("acc", "acc_norm")
-            if (key := f"eval/{prefix}_{metric}") in row
-        ]
-        measured.remark = "Contexts longer than the model's lost their beginning."
-    for report in reports:
-        with about("--report"):
-            result = _of_the_model(exported, report)
-        if "loss" in result:
-            measured.loss = (
-                f"By `maxmars eval`: validation loss {result['loss']:.4f} nats a token, over "
-                f"{result['loss_tokens']:,} tokens."
-            )
-        if "harness" in result:
-            tasks += harness_rows(result)
-            table = _table(("task", "few-shot", "metric", "score"), tasks)
-            measured.tasks = f"{table}\n\n{result['harness']}; ± is one standard error."
-        if "hellaswag" in result:
-            summaries = result["hellaswag"]
-            measured.scores = [
-                (protocol, metric, summary[metric], summary["num_questions"])
-                for protocol, summary in summaries.items()
-                for metric in ("acc", "acc_norm")
-            ]
-            count = describe_count(summaries, report["hellaswag_left_out"])
-            measured.remark = f"Scored: {count}."
-    return measured
-
-
-def _of_the_model(exported: Exported, report: Fields) -> Fields:
-    """The part of a report, which may be on two models, that is on the exported one."""
     digest = exported.origin.digest if isinstance(exported.origin, Checkpoint) else None
     models = [report, *filter(None, [report.get("against")])]
-    for model in models:
-        if model.get("digest") == digest and (digest or model["name"] == exported.name):
-            return model
-    which = "" if digest is None else f", digest {digest[:16]}"
-    raise ValueError(
-        f"these are scores of {' and '.join(model['name'] for model in models)}, and not of "
-        f"{exported.name}{which}; `{_eval_command(exported)}` makes those."
-    )
+    own = [
+        m for m in models if m.get("digest") == digest and (digest or m["name"] == exported.name)
+    ]
+    names = " and ".join(model["name"] for model in models)
+    require(bool(own), f"--report has scores of {names}, and not of {exported.name}.")
+    if "loss" in own[0]:
+        yield _loss("validation split", own[0]["loss"], f"{own[0]['loss_tokens']:,} tokens")
+    for protocol, summary in own[0].get("hellaswag", {}).items():
+        count = describe_count({protocol: summary}, report["hellaswag_left_out"])
+        yield from _hellaswag(protocol, summary, count)
+    for task, shots, metric, text in harness_rows(own[0]) if "harness" in own[0] else ():
+        of = f"{shots} examples, {own[0]['harness']}"
+        yield _Score(task, metric, float(text.partition(" ")[0]), text, of)
 
 
-def draw_losses(rows: Iterable[Fields], path: Path) -> str | None:
-    """Draw the training and validation losses in lines of `metrics.jsonl` against the step.
-
-    Returns:
-      Why there is no picture; None if there is one.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return f"matplotlib is not installed; {pip_install('report')}, and export again"
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, 4.0), layout="constrained")
-    axes = figure.add_subplot(xlabel="step", ylabel="loss, nats a token")
-    losses: list[float] = []
-    for key, style in (("train/loss", "-"), ("eval/loss", ".-k")):
-        points = [(row["step"], float(row[key])) for row in rows if key in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=key)
-            losses += [loss for _, loss in points]
-    if not losses:
-        return "metrics.jsonl of the run has no losses"
-    low, high = np.nanpercentile(losses, [0, 95])  # the first losses may lie above the figure
-    axes.set_ylim(low - 0.05, high + 0.05)
-    axes.legend(frameon=False)
-    # Without matplotlib's version, the same figure is the same file.
-    figure.savefig(path, dpi=150, metadata={"Software": None})
-    return None
+def _loss(data: str, loss: float, of: str) -> _Score:
+    return _Score(data, "loss, nats a token", loss, f"{loss:.4f}", of)
 
 
-# --- what the hub reads ---------------------------------------------------------------------------
+def _hellaswag(protocol: str, summary: Fields, of: str) -> Iterator[_Score]:
+    for name in ("acc", "acc_norm"):
+        text = f"{summary[name]:.4f} ± {summary[f'{name}_stderr']:.4f}"
+        yield _Score("Rowan/hellaswag", f"{name} ({protocol})", summary[name], text, of)
 
 
-def _front_matter(
-    title: str, exported: Exported, run: _Run | None, measured: _Measured
-) -> dict[str, Any]:
-    """The fields at the top. A license is the user's choice, and left out."""
-    fields: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
-    kind = ["gpt2"] if exported.config.make is None else []
-    tags, results = [*kind, "maxmars", "jax"], []
-    if isinstance(exported.origin, HFTarget):
-        fields |= _source_license(exported.origin.directory)
-    if run is not None:
-        optimizer = type(run.config.optimizer).__name__.removesuffix("Config").lower()
-        tags += ["pretraining", *([] if optimizer == "optax" else [optimizer])]
-        if datasets := {name for part in run.data if (name := _hub_dataset(part["source"]))}:
-            fields["datasets"] = sorted(datasets)
-        last = run.last("eval/loss")
-        if last is not None and last[0] == run.stored.step and np.isfinite(last[1]):
-            names = ", ".join(part["name"] for part in run.data) or "validation windows"
-            metric = {"type": "loss", "name": "validation loss, nats a token", "value": last[1]}
-            results.append(_result(names, names, [metric]))
-    if measured.scores:
-        metrics = [
-            {
-                "type": metric,
-                "name": f"{metric} (protocol {protocol}, {count:,} questions)",
-                "value": share,
-            }
-            for protocol, metric, share, count in measured.scores
-        ]
-        results.append(_result("HellaSwag", "Rowan/hellaswag", metrics))
-    fields["tags"] = tags
-    if results:
-        fields["model-index"] = [{"name": title, "results": results}]
-    return fields
-
-
-def _result(name: str, kind: str, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+def _result(score: _Score) -> dict[str, Any]:
+    """An entry of the hub's `model-index`."""
+    kind = re.match(r"\w+", score.metric)
     return {
         "task": {"type": "text-generation"},
-        "dataset": {"name": name, "type": kind, "split": "validation"},
-        "metrics": metrics,
+        "dataset": {"name": score.data, "type": score.data, "split": "validation"},
+        "metrics": [{"type": kind and kind[0], "name": score.metric, "value": score.value}],
     }
 
 
-def _hub_dataset(source: str | None) -> str | None:
-    """The name on the hub of what `maxmars data prepare` read; None if it was something else."""
-    if source in PRESETS:
-        return PRESETS[source].repository
-    kind, _, rest = (source or "").partition(":")
-    name = rest.partition(":")[0]
-    return name if kind == "hf" and re.fullmatch(r"[\w.-]*\w/[\w.-]+", name) else None
-
-
-# --- the sections ---------------------------------------------------------------------------------
-
-
-def _introduction(exported: Exported, stored: Checkpoint | None, run: _Run | None) -> str:
-    kind = "GPT-2" if exported.config.make is None else exported.architecture
-    what = f"A {kind} of {short(exported.num_parameters)} parameters"
-    if run is None:
-        source = f"the Hugging Face model `{exported.name}`"
-        if stored is not None:
-            source = f"the checkpoint `{exported.name}`, which was made by another version"
-        return f"{what}, written by maxmars from {source}. Of its training nothing is known here."
-    stored = run.stored
-    step, total = stored.step, run.config.num_steps
-    steps = f"step {step:,} of {total:,}" if step < total else f"all {step:,} steps"
-    loss = run.last("eval/loss")
-    with_loss = f", validation loss {loss[1]:.4f} nats a token" if loss and loss[0] == step else ""
-    return (
-        f"{what}, pretrained by maxmars: {steps} of the run `{run.workdir.name}`, "
-        f"{short(stored.tokens)} tokens{with_loss}."
-    )
-
-
-def _use(directory: Path, exported: Exported, address: str) -> str:
-    """How to load the model: by its address in transformers, and a GPT-2 as a target of maxmars."""
-    kind = exported.architecture
-    has_tokenizer = (directory / "tokenizer.json").is_file()
-    classes, text = kind, ""
-    if has_tokenizer:
-        classes = f"AutoTokenizer, {kind}"
-        text = f"""\
-tokenizer = AutoTokenizer.from_pretrained("{address}")
-inputs = tokenizer("Once", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=50)[0]))
-"""
-    in_python = f"""\
-```python
-from transformers import {classes}
-
-model = {kind}.from_pretrained("{address}")
-{text}```"""
-    if not has_tokenizer or exported.config.make is not None:
-        return in_python
-    return f"""\
-{in_python}
-
-```sh
-maxmars generate {shlex.quote(address)} --prompt Once
-```"""
-
-
-def _architecture(exported: Exported) -> str:
-    config: Any = exported.config
-    of_gpt2 = {}
-    if config.make is None:
-        by_layer = "of layer i divided by i + 1, too"
-        of_gpt2 = {
-            "layers": config.num_layers,
-            "width": config.embed_dim,
-            "attention heads": config.num_heads,
-            "attention logits": by_layer if config.scale_attn_by_inverse_layer_idx else None,
-            "biases": "yes" if config.use_bias else "none (written as zeros)",
-        }
-    return _pairs(
-        {
-            "class": exported.architecture,
-            **of_gpt2,
-            "context": f"{config.max_seq_len:,} tokens",
-            "vocabulary": f"{config.vocab_size:,} tokens",
-            "parameters": f"{exported.num_parameters:,}",
-            "weights": f"{exported.dtype}, {short(exported.num_bytes)}B",
-        }
-    )
-
-
-def _data(run: _Run) -> str:
-    total = sum(part["weight"] for part in run.data) or 1.0
-    columns = ("name", "source", "tokenizer", "share", "training tokens", "training documents")
-    rows = [
-        (
-            part["name"],
-            part["source"] or "unknown",
-            part["tokenizer"],
-            _percent(part["weight"] / total),
-            f"{part['num_tokens']:,}",
-            "unknown" if part["num_documents"] is None else f"{part['num_documents']:,}",
-        )
-        for part in run.data
-    ]
-    return f"""\
-{_table(columns, rows)}
-
-Digest of the data, by which the run knows them: `{run.stored.data_digest}`."""
-
-
-def _training(run: _Run) -> str:
-    config, stored, schedule = run.config, run.stored, run.config.schedule
-    rate, skipped = run.last("train/learning_rate"), run.last("train/skipped")
-    settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
-    epochs = None
-    if len(run.data) == 1 and run.data[0]["num_tokens"]:
-        with_replacement = config.data.order == "random_windows"
-        epochs = f"{stored.tokens / run.data[0]['num_tokens']:.3g}"
-        epochs += " times the training tokens, drawn with replacement" * with_replacement
-    changes = changes_of_config(run.lines)
-    rows = {
-        "steps": f"{stored.step:,} of {config.num_steps:,}",
-        "tokens": f"{stored.tokens:,}",
-        "epochs": epochs,
-        "batch": f"{config.global_batch_size:,} sequences of {config.model.max_seq_len:,} tokens",
-        "optimizer": summarize_rules(config.optimizer, Parameters(config.model)),
-        "settings": ", ".join(f"{k}={v}" for k, v in settings.items()),
-        "schedule": f"{schedule.warmup_steps:,} steps of warm-up, then {schedule.decay} to "
-        f"{schedule.final_fraction:.3g} of the peak at step {config.decay_steps:,}",
-        "learning rate at the end": f"{rate[1]:.3g}" if rate else None,
-        "gradient clip (norm)": config.gradient_clip_norm,
-        **{f"changed at step {step:,}": told for step, told in changes.items()},
-        "steered": "; ".join(orders_in_words(run.lines)) or None,
-        "first weights": run.first_weights,
-        "evaluated and exported": _public(evaluated_in_words(config))
-        if stored.has_evaluation_params
-        else None,
-        "computed in": getattr(config.model, "compute_dtype", None),
-        "seed": config.seed,
-        "skipped steps": f"{skipped[1]:.0f}" if skipped and skipped[1] else None,
-    }
-    return _pairs(rows)
-
-
-def _losses(run: _Run, measured: _Measured, *, is_drawn: bool) -> str:
-    def told(key: str) -> str:
-        last = run.last(key)
-        if last is None:
-            return "not recorded"
-        return f"{last[1]:.4f}" + f" (at step {last[0]:,})" * (last[0] != run.stored.step)
-
-    windows = f"{run.config.eval.num_windows:,} windows of {run.stored.model.max_seq_len:,}"
-    rows = {
-        "training, of the batch of the step": told("train/loss"),
-        f"validation, {windows} tokens": told("eval/loss"),
-    }
-    picture = f"![Training and validation loss against the step]({CURVE})\n\n" * is_drawn
-    reported = f"\n\n{measured.loss}" if measured.loss else ""
-    return f"{picture}Mean negative log-likelihood, nats a token:\n\n{_pairs(rows)}{reported}"
-
-
-def _scores(measured: _Measured, target: str) -> str:
-    if not measured.scores:
-        command = shlex.join(["maxmars", "eval", target, "--tasks", "hellaswag"])
-        return f"Not measured. This measures it:\n\n```sh\n{command}\n```"
-    rows = [
-        (protocol, metric, _percent(share), _interval_95(share, count), f"{count:,}")
-        for protocol, metric, share, count in measured.scores
-    ]
-    return f"""\
-{_table(("protocol", "metric", "right answers", "95 % interval", "questions"), rows)}
-
-`lm_eval` is the protocol of lm-evaluation-harness and of the MARS paper, `completion` that of \
-nanoGPT and llm.c. The intervals are Wilson's. Guesses are right in 25 % of the questions. \
-{measured.remark}"""
-
-
-def _interval_95(share: float, count: int) -> str:
-    import scipy.stats  # takes a second
-
-    interval = scipy.stats.binomtest(round(share * count), count).proportion_ci(method="wilson")
-    return f"{_percent(interval.low)} to {_percent(interval.high)}"
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f} %"
-
-
-def _hardware(run: _Run) -> str:
-    here, seconds = run.stored.environment, run_seconds(run.sessions)
-    mesh = " ".join(f"{axis}={size}" for axis, size in here["mesh"].items())
-    names = ("maxmars", "git_commit", "code", "python", "jax", "jaxlib", "flax", "optax")
-    versions = ", ".join(f"{name} {here[name]}" for name in names if here.get(name))
-    rates = [float(row[key]) for row in run.rows if (key := "perf/tokens_per_sec") in row]
-    rate = f"; {short(np.median(rates))} tokens/s (median)" if rates else ""
-    reached = max((session.last_step for session in run.sessions), default=run.stored.step)
-    in_steps = f"{shares(seconds)['steps']:.0%} went into steps"
-    return f"""\
-- {here["num_devices"]} x {", ".join(here["device_kinds"])}, processes: \
-{here["num_processes"]}, mesh {mesh}
-- {duration(sum(seconds.values()))} to step {reached:,}, of which {in_steps}; \
-starts: {len(run.sessions)}{rate}
-- {versions}"""
-
-
-def _audit(stored: Checkpoint, run: _Run | None) -> str:
-    text = (
-        f"Digest of the exported checkpoint, over all of its arrays: `{stored.digest}`. The "
-        "exported arrays agree with their digests."
-    )
-    if run is None:
-        return text
+def _license(directory: Path, exported: Exported) -> tuple[dict[str, Any], str]:
+    """Fields and text about the license, which of a Hugging Face model are those of its card."""
+    original = exported.origin.directory / CARD if isinstance(exported.origin, HFTarget) else None
+    if original is None or not original.is_file():
+        return {}, "Not chosen yet: add a line like `license: apache-2.0` to the first block."
+    (directory / SOURCE_CARD).write_bytes(original.read_bytes())
     try:
-        audited = audit(run.workdir, compare_arrays=False, log=lambda text: None)
-    except (*EXTERNAL_ERRORS, DamagedError) as error:
-        return f"{text}\n\nThe run could not be audited: {_public(in_words(error))}"
-    verdict, *details = audited.text.removeprefix(f"{audited.workdir}: ").splitlines()
-    details = [f"- {_public(line.strip())}" for line in details]
-    return f"""\
-{text}
-
-`maxmars audit`: **{audited.verdict}**{verdict.removeprefix(audited.verdict)}. The journal, the \
-metrics and what the checkpoints say of themselves were compared; no step was computed again \
-(`maxmars audit RUN --replay K` does that).
-
-{chr(10).join(details)}""".rstrip()
-
-
-def _commands(run: _Run) -> str:
-    first_steps: dict[str, int] = {}
-    for line in run.began:
-        if line["command"]:
-            first_steps.setdefault(_public(line["command"]), line["step"])
-    if not first_steps:
-        return "The command was not recorded; the run may have been started in Python."
-    shell = [f"{command}  # from step {step}" for command, step in first_steps.items()]
-    if len(shell) == 1:
-        shell = list(first_steps)
-    return "\n".join(["```sh", *shell, "```", "", "Paths are shortened to their last name."])
-
-
-def _limits(exported: Exported, run: _Run | None) -> str:
-    lines = []
-    if run is not None and run.is_from_scratch:
-        lines.append("- A base model: it continues text, and was not tuned to follow instructions.")
-    if exported.dtype != "float32":
-        lines.append(f"- Losses and scores are those before the rounding to {exported.dtype}.")
-    return "\n".join([*lines, *(f"- {_public(note)}" for note in exported.notes)])
-
-
-def _license(directory: Path, exported: Exported, run: _Run | None) -> str:
-    target = exported.origin
-    if isinstance(target, HFTarget) and (original := target.directory / CARD).is_file():
-        (directory / SOURCE_CARD).write_bytes(original.read_bytes())
-        said = _source_license(target.directory).get("license")
-        says = f", which says `{said}`" if said else ""
-        return f"`{SOURCE_CARD}` is the card of the model that this was written from{says}."
-    known = "That of the original, which is not recorded here" if run is None else "Not chosen yet"
-    return f"{known}: add a line like `license: apache-2.0` to the first block of this file."
-
-
-def _source_license(source: Path) -> dict[str, Any]:
-    """The fields about the license in the card of a Hugging Face directory; its other text may be
-    anything."""
-    try:
-        front = (source / CARD).read_text(encoding="utf-8").split("---\n", 2)
+        front = original.read_text(encoding="utf-8").split("---\n", 2)
         fields = yaml.safe_load(front[1]) if len(front) == 3 and not front[0] else None
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
+    except (ValueError, yaml.YAMLError):
+        fields = None
     names = ("license", "license_name", "license_link")
-    return {n: fields[n] for n in names if n in fields} if isinstance(fields, dict) else {}
+    found = {n: fields[n] for n in names if n in fields} if isinstance(fields, dict) else {}
+    said = f"says `{found['license']}`" if "license" in found else "names none"
+    return found, f"`{SOURCE_CARD}`, the card of the model that this was written from, {said}."
 
 
-def _eval_command(exported: Exported) -> str:
-    """The command that measures the exported model, for people."""
-    origin = exported.origin
-    target = origin.path if isinstance(origin, Checkpoint) else origin.origin
-    return shlex.join(["maxmars", "eval", str(target), "--output", "scores.json"])
-
-
-def _public(text: str) -> str:
-    """A text with its paths shortened to their last names."""
-    return _PATH.sub(r"\1", text)
-
-
-def _pairs(rows: Mapping[str, Any]) -> str:
-    """A table of names and values; what is None is left out."""
-    return _table(("", ""), [pair for pair in rows.items() if pair[1] is not None])
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    cells = [[_public(str(cell)).replace("|", r"\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
+def _table(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:
+    cells = [[str(cell).replace("|", r"\|") for cell in row] for row in rows]
+    lines = [columns, ["---"] * len(columns), *cells]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

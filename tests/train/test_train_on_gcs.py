@@ -119,8 +119,8 @@ def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
     drawn = json.loads((tmp_path / "drawn" / "report.json").read_text())
     assert [line["run"] for line in drawn] == ["gs://bucket/runs/tiny"]
     card = (tmp_path / "exported" / "README.md").read_text()
-    assert "all 4 steps of the run `tiny`" in card
-    assert "**one trajectory**, steps 0 to 4 (sessions: 2, " in card
+    assert "| 4 of 4, " in card
+    assert "tiny: one trajectory, steps 0 to 4 (sessions: 2, " in card
     assert "gs://" not in card
     text = server.text("runs/tiny/metrics.jsonl")
     assert records(text) == records((tmp_path / "local" / "metrics.jsonl").read_text())
