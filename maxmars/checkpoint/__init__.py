@@ -12,7 +12,7 @@ from maxmars.checkpoint.reader import (
     load_params,
     read,
 )
-from maxmars.checkpoint.writer import Checkpointer, save_params
+from maxmars.checkpoint.writer import Checkpointer
 
 __all__ = [
     "Checkpoint",
@@ -26,5 +26,4 @@ __all__ = [
     "load_arrays",
     "load_params",
     "read",
-    "save_params",
 ]

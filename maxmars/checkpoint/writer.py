@@ -14,7 +14,7 @@ from typing import Any
 from jax.sharding import Mesh
 from orbax.checkpoint import v1
 
-from maxmars.checkpoint.digest import combine, digest, digest_and_finite, leaf_types, to_plain
+from maxmars.checkpoint.digest import combine, digest_and_finite, leaf_types, to_plain
 from maxmars.checkpoint.environment import environment
 from maxmars.checkpoint.lock import acquire
 from maxmars.checkpoint.reader import (
@@ -32,7 +32,7 @@ from maxmars.checkpoint.reader import (
     root_cause,
     steps_of_run,
 )
-from maxmars.config import CheckpointConfig, ModelConfig, TrainConfig, to_dict
+from maxmars.config import CheckpointConfig, TrainConfig, to_dict
 from maxmars.distributed import processes
 from maxmars.distributed.files import reporting, set_aside
 
@@ -299,23 +299,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             ) from error
 
 
-def save_params(directory: Directory, config: ModelConfig, params: Any, *, mesh: Mesh) -> None:
-    """Write parameters on a mesh, which no run of maxmars trained, as the checkpoint of step 0.
-
-    Raises:
-      OSError: the directory cannot be written to, or has a checkpoint of step 0.
-    """
-    state = {"params": params}
-    meta = _make_meta(0, state, digest(state), config, environment(mesh))
-    meta["checksum"] = checksum(meta)
-    path = resolve(directory) / "0"
-    try:
-        with _orbax_context(state):
-            v1.save_checkpointables(str(path), {"state": to_plain(state), "meta": meta})
-    except Exception as error:  # a full disk comes up as nearly any type
-        raise OSError(f"{path} could not be written: {_reason(error)}.") from error
-
-
 def _reason(error: Exception) -> str:
     """Why a save failed, in one line: of an error of the system, which TensorStore gives among
     other words, the file and the reason."""
@@ -415,14 +398,13 @@ def _make_meta(
     step: int,
     state: Any,
     digests: dict[str, str],
-    config: TrainConfig | ModelConfig,
+    config: TrainConfig,
     environment: dict[str, Any],
     *,
-    data_position: int = 0,
-    data_digest: str | None = None,
+    data_position: int,
+    data_digest: str | None,
 ) -> dict[str, Any]:
     """What `meta/data.json` says of a state with these digests, JSON-ready."""
-    seed = config.seed if isinstance(config, TrainConfig) else None
     derivation = "every random number is a function of config.seed, the step and its place in it"
     types = leaf_types(state)
     return {
@@ -430,7 +412,7 @@ def _make_meta(
         "step": step,
         "data_position": data_position,
         "data_digest": data_digest,
-        "rng": {"seed": seed, "step": step, "derivation": derivation},
+        "rng": {"seed": config.seed, "step": step, "derivation": derivation},
         "config": to_dict(config),
         "environment": environment,
         "leaves": {path: {"type": types[path], "digest": digests[path]} for path in types},
