@@ -70,7 +70,6 @@ preemption the run continues in its --workdir. What follows -- goes to
 `maxmars launch PLATFORM ACTION --help` those of an action."""
 
 _HANDING_ON = ("--sbatch", "--srun", "--gcloud-flag")
-_MOST_NAMED = 20
 _LARGE = 20_000_000
 """Parameters from which on a run without GPUs is hardly meant."""
 
@@ -160,10 +159,6 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
     checkout = pack(
         options.config, sources=sources, scripts=options.scripts, include=options.include
     )
-    if files := checkout.untracked:
-        more = f" and {len(files) - _MOST_NAMED} more" if len(files) > _MOST_NAMED else ""
-        names = ", ".join(files[:_MOST_NAMED])
-        remark(f"git does not track, and goes along: {names}{more}")
     platform.check(options, parsed.config, checkout)
     if not options.dry_run:
         require(platform.program)

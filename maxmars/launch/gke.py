@@ -163,16 +163,11 @@ class GkeOptions(RunOptions, JobSet):
     accessModes have ReadWriteMany."""
     spot: bool = False
     """Use spot nodes, which may be taken away at any time."""
-    node_selector: Annotated[tuple[str, ...], arg(metavar="LABEL=VALUE")] = ()
-    """More labels of the nodes, for example of a reservation."""
-    toleration: Annotated[tuple[str, ...], arg(metavar="KEY[=VALUE][:EFFECT]")] = ()
-    """Taints of nodes that the pods tolerate."""
     patch: Annotated[Path | None, arg(metavar="FILE.yaml")] = None
-    """A YAML file to merge into the JobSet: mappings are merged at every depth, lists of things
-    with names (replicatedJobs, containers, env, volumes) by name, volumeMounts by mountPath; any
-    other list or value is replaced."""
-    xpk: bool = False
-    """Queue the run where `xpk cluster create` made the cluster."""
+    """A YAML file to merge into the JobSet, with a reservation, tolerations, a queue or network
+    interfaces: mappings are merged at every depth, lists of things with names (replicatedJobs,
+    containers, env, volumes) by name, volumeMounts by mountPath, tolerations by key; any other list
+    or value is replaced. The page of `maxmars launch` has an example."""
     service_account: Annotated[str | None, arg(metavar="NAME")] = None
     """Kubernetes service account of the pods; None takes that of the namespace."""
 
@@ -204,12 +199,6 @@ class GkeOptions(RunOptions, JobSet):
             pattern = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^\s:]+"
             example = "datasets:/data, a PersistentVolumeClaim and where to mount it"
             check_word(claim, "--claim", pattern, example)
-        for label in self.node_selector:
-            example = "cloud.google.com/reservation-name=NAME, a label and its value"
-            check_word(label, "--node-selector", r"[\w./-]+=[\w.-]*", example)
-        for taint in self.toleration:
-            pattern = r"[\w./-]+(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?"
-            check_word(taint, "--toleration", pattern, "team=ml:NoSchedule, a taint of nodes")
         if self.patch is not None:
             _read_patch(self.patch)
         self.slice.check_slices(self.num_slices)
@@ -230,7 +219,6 @@ def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
       ValueError: --patch is no mapping in YAML.
     """
     workload = {"xpk.google.com/workload": job.name}
-    queue = {"kueue.x-k8s.io/queue-name": "multislice-queue"} if options.xpk else {}
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     users_errors = {"containerName": _CONTAINER, "operator": "In", "values": [1, 2]}
     job_of_slice = {
@@ -247,7 +235,7 @@ def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
         "metadata": {
             "name": job.name,
             "namespace": options.namespace,
-            "labels": queue | workload,
+            "labels": workload,
             "annotations": exclusive if options.has_tpu else {},
         },
         "spec": {
@@ -287,20 +275,13 @@ def _merge(old: Any, new: Any) -> Any:
     if isinstance(old, dict) and isinstance(new, dict):
         return old | {key: _merge(old.get(key), value) for key, value in new.items()}
     if isinstance(old, list) and isinstance(new, list):
-        for key in ("mountPath", "name"):
+        for key in ("mountPath", "name", "key"):
             if all(isinstance(item, dict) and key in item for item in old + new):
                 merged = {item[key]: item for item in old}
                 for item in new:
                     merged[item[key]] = _merge(merged.get(item[key]), item)
                 return list(merged.values())
     return new
-
-
-def _toleration(taint: str) -> dict[str, str]:
-    words, _, effect = taint.partition(":")
-    key, equals, value = words.partition("=")
-    tolerated = {"key": key, "operator": "Equal" if equals else "Exists"}
-    return tolerated | ({"value": value} if equals else {}) | ({"effect": effect} if effect else {})
 
 
 def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
@@ -337,24 +318,19 @@ def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
     }
     if job.environment:
         container["envFrom"] = [{"secretRef": {"name": f"{job.name}-environment"}}]
-    selector = options.node_labels | dict(label.split("=") for label in options.node_selector)
-    tolerations = [_toleration(taint) for taint in options.toleration]
-    if options.spot:
-        selector |= {_SPOT: "true"}
-        tolerations.append(_toleration(f"{_SPOT}=true:NoSchedule"))
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": 300,  # to save; a spot node gives 25 s
-        "nodeSelector": selector,
+        "nodeSelector": options.node_labels,
         "containers": [container],
         "volumes": volumes,
     }
     if options.has_tpu:
         pod |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if tolerations:
-        pod["tolerations"] = tolerations
-    if options.xpk:
-        pod["priorityClassName"] = "medium"
+    if options.spot:
+        pod["nodeSelector"] |= {_SPOT: "true"}
+        taint = {"key": _SPOT, "operator": "Equal", "value": "true", "effect": "NoSchedule"}
+        pod["tolerations"] = [taint]
     if options.service_account is not None:
         pod["serviceAccountName"] = options.service_account
     return pod
@@ -392,17 +368,14 @@ exec python3 {shlex.join(job.python_arguments())}{ranks}
 
 
 def describe(options: GkeOptions, job: Job) -> str:
-    """The JobSet as YAML, with the commands that create its ConfigMap and Secret as comments."""
-    where = f"--namespace={shlex.quote(options.namespace)}"
+    """The JobSet as YAML, and in comments what only a real launch creates."""
     secret = ""
     if job.environment:
-        names = " ".join(f"--from-literal={name}=..." for name in job.environment)
-        secret = f"# kubectl create secret generic {job.name}-environment {names} {where}\n"
+        secret = f", and the Secret {job.name}-environment with {', '.join(job.environment)}"
     return f"""\
-# What `maxmars launch gke` creates; this was a dry run.
-# kubectl create configmap {job.name}-source --from-file=source.tar.gz {where}
-#   ({job.checkout.size})
-{secret}# kubectl create --filename={job.name}.yaml, which is:
+# The JobSet that `maxmars launch gke` creates; this was a dry run. By itself it starts nothing: its
+# pods mount the ConfigMap {job.name}-source ({job.checkout.size}){secret},
+# which only the same command without --dry-run creates.
 {_to_yaml(jobset(options, job))}"""
 
 
@@ -437,8 +410,8 @@ def launch(options: GkeOptions, job: Job) -> None:
     archive = job.checkout.archive
     if len(archive) > _MAX_CONFIG_MAP_BYTES:
         raise ValueError(
-            f"the checkout packs to {len(archive) / 1e6:.1f} MB, and a ConfigMap holds 1 MB; list "
-            "what the run does not need in .gitignore."
+            f"the checkout packs to {len(archive) / 1e6:.1f} MB, and a ConfigMap holds 1 MB; "
+            "`git rm --cached` what the run does not need."
         )
     where = f"--name {job.name}"
     if options.namespace != "default":

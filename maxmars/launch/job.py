@@ -14,13 +14,13 @@ import importlib.metadata
 import io
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from modulefinder import ModuleFinder
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Annotated
@@ -61,20 +61,6 @@ _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _NOT_NEEDED = {"tests", "tools", ".github", ".ci"}
 _MAX_BYTES = 50_000_000
 
-# Files that hold keys and passwords by their names, or within a folder of such.
-_SECRET_NAME = re.compile(
-    r".*\.env(rc|\.(?!example$|sample$|template$|dist$).*)?"
-    r"|.*\.(pem|key|p12|pfx|jks|keystore|kdbx|ppk)"
-    r"|id_(rsa|dsa|ecdsa|ed25519)(_sk)?"
-    r"|[._](netrc|npmrc|pypirc|pgpass|htpasswd|git-credentials)"
-    r"|\.?[^.]*(credential|secret|service[-_]?account|api[-_]?key|(access|auth|api|hf|wandb)[-_]?token)"
-    r"[^.]*(\.(json|ya?ml|toml|ini|cfg|txt))?",
-    re.I,
-)
-_SECRET_FOLDERS = {".ssh", ".aws", ".gnupg", ".kube", ".docker"}
-# By their contents: private keys, and Google's keys of service accounts.
-_SECRET_TEXT = re.compile(rb"\s*(-----BEGIN [A-Z ]*PRIVATE KEY|\{[^}]*\"private_key\")")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(CheckedConfig):
@@ -94,8 +80,7 @@ class RunOptions(CheckedConfig):
     setup: Annotated[Path | None, arg(metavar="FILE.sh")] = None
     """A bash script to run on each host before, for example to mount a bucket with the data."""
     include: Annotated[tuple[str, ...], arg(metavar="FILE")] = ()
-    """Files of the checkout, relative to its top, that go along although they look like secrets or
-    git ignores them, such as .env."""
+    """Files of the checkout, relative to its top, that go along though git does not track them."""
     max_restarts: NotNegative[int] = 10_000
     """How often the run may be started again, mostly after preemptions. Ten starts in a row that
     save fewer than ten steps each end it earlier."""
@@ -128,8 +113,6 @@ class PackedCheckout:
     """Of the files, by their paths relative to the top, none of which leads out of it."""
     config: str
     """CONFIG of `maxmars train`, relative to the top."""
-    untracked: Sequence[str] = ()
-    """Files of the checkout among them that git does not track, and nobody named."""
 
     def has(self, path: str) -> bool:
         """Whether a relative path, from the top, is that of a file or a folder in the archive."""
@@ -200,7 +183,7 @@ def pack(
     include: Sequence[str] = (),
     root: Path | None = None,
 ) -> PackedCheckout:
-    """Pack a checkout: the files that git tracks or would track, as they are now, and its commit.
+    """Pack a checkout: the files that git tracks, as they are now, and its commit.
 
     Args:
       config: CONFIG of `maxmars train`; a file outside the checkout is packed as well.
@@ -211,7 +194,7 @@ def pack(
       root: the checkout; by default that of the maxmars which is running.
 
     Raises:
-      UsageError: files that nobody named look like secrets.
+      UsageError: the run imports a file that does not go along.
       ValueError: maxmars does not run from a checkout, or it is too large; or the file of a
         function has no place in the archive.
       FileNotFoundError: there is no such file.
@@ -224,7 +207,7 @@ def pack(
         )
     require("git")
     with about("only a checkout that git knows can be packed for other machines"):
-        files, untracked = _files(root)
+        files = _tracked(root)
     include = [os.path.normpath(file) for file in include]
     for file in include:
         if not (root / file).is_file() or file.startswith(("..", "/")):
@@ -232,10 +215,9 @@ def pack(
     contents = {name: (root / name).read_bytes() for name in [*files, *include]}
     config_file, choices = find_config(config)
     path = config_file.resolve()
-    inside = path.is_relative_to(root) and str(path.relative_to(root)) in contents
+    inside = path.is_relative_to(root)
     name = str(path.relative_to(root)) if inside else f"launch-config/{path.name}"
     contents[name] = path.read_bytes()
-    named = {name, *include}
     for source in sources:
         folder = Path(name).parent
         packed = os.path.normpath(folder / os.path.relpath(source.file, config_file.parent))
@@ -246,14 +228,8 @@ def pack(
             )
         with about(f"source={source!r}"):
             contents[packed] = source.text()
-        named.add(packed)
-    secrets = [name for name in files if name not in named and _is_secret(name, contents[name])]
-    if secrets:
-        raise UsageError(
-            f"{', '.join(secrets)}: what looks like a secret does not go along to other machines. "
-            "List it in .gitignore if the run can do without, or name it: "
-            f"--include {shlex.join(secrets)}."
-        )
+    own = [path, *(Path(source.file).resolve() for source in sources)]
+    _check_imports(root, own, {*own, *((root / name).resolve() for name in contents)})
     if (commit := git_commit(root)) is not None:
         contents[COMMIT] = f"{commit}\n".encode()
     # Packages elsewhere get the versions that are installed, and so were tried, here.
@@ -264,20 +240,13 @@ def pack(
     if sum(map(len, contents.values())) > _MAX_BYTES:
         largest = max(contents, key=lambda name: len(contents[name]))
         raise ValueError(
-            f"the checkout {root} has over {_MAX_BYTES // 1_000_000} MB of files that git does not "
-            f"ignore, the largest {largest}; list what the run does not need in .gitignore."
+            f"the checkout {root} has over {_MAX_BYTES // 1_000_000} MB of files that git "
+            f"tracks, the largest {largest}; `git rm --cached` what the run does not need."
         )
     return PackedCheckout(
         contents=contents,
         config=f"{name}:{choices}" if choices else name,
-        untracked=[name for name in untracked if name not in named],
     )
-
-
-def _is_secret(name: str, content: bytes) -> bool:
-    path = Path(name)
-    by_name = _SECRET_NAME.fullmatch(path.name) or _SECRET_FOLDERS.intersection(path.parts)
-    return bool(by_name or _SECRET_TEXT.match(content))
 
 
 def _is_needed(path: Path) -> bool:
@@ -285,16 +254,46 @@ def _is_needed(path: Path) -> bool:
     return path.parts[0] not in _NOT_NEEDED and not nested_readme
 
 
-def _files(root: Path) -> tuple[list[str], list[str]]:
-    """Relative paths of the files to pack, and those of them that git does not track; sorted."""
+def _tracked(root: Path) -> list[str]:
+    """Relative paths of the files that git tracks and the run may need."""
+    command = ["git", "-C", str(root), "-c", "safe.directory=*", "ls-files", "-z"]
+    names = filter(None, run_or_fail(command).split("\0"))
+    return [name for name in names if (root / name).is_file() and _is_needed(Path(name))]
 
-    def listed(*options: str) -> set[str]:
-        command = ["git", "-C", str(root), "-c", "safe.directory=*", "ls-files", "-z", *options]
-        names = filter(None, run_or_fail(command).split("\0"))
-        return {name for name in names if (root / name).is_file() and _is_needed(Path(name))}
 
-    others = listed("--others", "--exclude-standard")
-    return sorted(listed("--cached") | others), sorted(others)
+def _check_imports(root: Path, scripts: Sequence[Path], packed: set[Path]) -> None:
+    """Check that the modules of `root`, and of the scripts' folders, that a run imports go along.
+
+    Args:
+      root: the checkout.
+      scripts: the config file and the files of its functions.
+      packed: the files that go along.
+
+    Raises:
+      UsageError: names the files that do not.
+      ValueError: a script is no Python.
+    """
+    folders = dict.fromkeys([root, *(script.parent for script in scripts)])
+    finder = ModuleFinder(path=list(map(str, folders)))
+    package = root / "maxmars"
+    if not packed.issuperset(package.rglob("*.py")):  # to follow its imports takes half a second
+        scripts = [package / "cli" / "train.py", *scripts]
+    for script in scripts:
+        try:
+            finder.run_script(str(script))
+        except SyntaxError as error:
+            raise ValueError(f"{script}:{error.lineno}: {error.msg}") from error
+    files = [vars(module)["__file__"] for module in finder.modules.values()]
+    found = {Path(file).resolve() for file in files if file}
+    missing = [
+        str(file.relative_to(root) if file.is_relative_to(root) else file)
+        for file in sorted(found - packed)
+    ]
+    if missing:
+        raise UsageError(
+            f"the run imports {', '.join(missing)}, which git does not track in {root}, and hosts "
+            "would lack: have it there, and `git add` it or name it by --include FILE."
+        )
 
 
 def _mode(name: str) -> int:

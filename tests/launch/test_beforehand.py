@@ -53,8 +53,6 @@ REFUSALS = [
     (2, GKE, "--namespace A", "--namespace='A'"),
     (2, GKE, f"--patch {__file__}", __file__),  # no YAML
     (2, GKE, "--patch /dev/null", "/dev/null"),  # no mapping
-    (2, GKE, "--toleration a:Never", "a:Never"),
-    (2, GKE, "--node-selector a", "--node-selector='a'"),
     (2, GKE, "-- --log.wandb online", "wandb"),
     (2, GKE_GPT2, f"--claim disk:/mnt -- {TOKENS} /data/tokens", f"{TOKENS} /data/tokens"),
     (2, SLURM, ["--partition", "a\n#SBATCH --x"], "a\\n#SBATCH --x"),

@@ -14,7 +14,8 @@ from maxmars.launch.gke import GkeOptions
 from maxmars.launch.job import pack
 from maxmars.launch.tpu_vm import TpuOptions
 
-TOP = ("pyproject.toml", "README.md")  # which pip reads
+TOP = {"pyproject.toml", "README.md"}  # which pip reads
+PACKAGE = {f"maxmars/{name}.py" for name in ("b", "__init__", "cli/__init__", "cli/train")}
 
 
 def git(checkout):
@@ -27,6 +28,9 @@ def checkout(tmp_path):
     for name in (
         "configs/a.py",
         "maxmars/b.py",
+        "maxmars/__init__.py",
+        "maxmars/cli/__init__.py",
+        "maxmars/cli/train.py",
         "runs/big.bin",
         ".gitignore",
         "old.py",
@@ -37,10 +41,15 @@ def checkout(tmp_path):
     ):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("runs\n" if name == ".gitignore" else name)
+        path.write_text("runs\n" if name == ".gitignore" else "" if "py" in name else name)
     (root / "pyproject.toml").touch()
     subprocess.run([*git(root), "init", "-q"], check=True)
+    track(root, ".")
     return root
+
+
+def track(checkout, *files):
+    subprocess.run([*git(checkout), "add", *files], check=True)
 
 
 def names(packed):
@@ -62,65 +71,86 @@ def commit_of(packed, folder):
 def test_the_present_state_of_a_git_checkout_and_its_commit(checkout, tmp_path):
     config = f"{checkout}/configs/a.py"
     assert commit_of(pack(config, root=checkout), tmp_path / "none") is None
-    subprocess.run([*git(checkout), "add", "old.py", "configs", *TOP], check=True)
     subprocess.run([*git(checkout), "commit", "-qm", "x"], check=True)
     commit = subprocess.check_output([*git(checkout), "rev-parse", "HEAD"], text=True).strip()
     assert commit_of(pack(config, root=checkout), tmp_path / "clean") == commit
     (checkout / "old.py").unlink()
-    (checkout / "configs" / "a.py").write_text("changed")
+    (checkout / "configs" / "a.py").write_text("changed = 1")
+    (checkout / "new.py").touch()
     packed = pack(f"{config}:size=xl", root=checkout)
-    assert names(packed) == {"configs/a.py", "maxmars/b.py", ".gitignore", *TOP}
+    assert names(packed) == {"configs/a.py", ".gitignore"} | PACKAGE | TOP
     assert packed.config == "configs/a.py:size=xl"
-    assert packed.untracked == [".gitignore", "maxmars/b.py"]  # CONFIG is named
     assert commit_of(packed, tmp_path / "dirty") == f"{commit}-dirty"
-    assert (tmp_path / "dirty" / "configs" / "a.py").read_text() == "changed"
+    assert (tmp_path / "dirty" / "configs" / "a.py").read_text() == "changed = 1"
     assert "jax==" in (tmp_path / "dirty" / "launch-constraints.txt").read_text()
     assert pack(config, root=checkout).digest == packed.digest
     (checkout / "maxmars" / "b.py").write_text("changed")
     assert pack(config, root=checkout).digest != packed.digest
 
 
-SECRETS = {
-    **dict.fromkeys((".env", "maxmars/prod.env", ".env.local"), "A=b"),
-    **dict.fromkeys(("deploy.pem", "id_ed25519", ".netrc", ".aws/config"), "x"),
-    **dict.fromkeys(("configs/hf_token", "gcp-credentials.json"), "x"),
-    "mine": "-----BEGIN OPENSSH PRIVATE KEY-----\nabc\n",
-    "account.json": '{"type": "service_account", "private_key": "abc"}',
-}
-
-
-@pytest.mark.parametrize("is_tracked", [True, False])
-def test_what_looks_like_a_secret_goes_along_only_by_name(checkout, is_tracked):
-    for name, text in SECRETS.items():
-        (checkout / name).parent.mkdir(exist_ok=True)
-        (checkout / name).write_text(text)
-    if is_tracked:
-        subprocess.run([*git(checkout), "add", "."], check=True)
-    config = f"{checkout}/configs/a.py"
-    with refused(UsageError, *SECRETS):
-        pack(config, root=checkout)
-    with refused(UsageError, "--include mine"):
-        pack(config, root=checkout, include=[name for name in SECRETS if name != "mine"])
-    assert SECRETS.keys() <= names(pack(config, root=checkout, include=list(SECRETS)))
-    (checkout / ".gitignore").write_text("\n".join(["runs", *SECRETS]))
-    if not is_tracked:
-        assert names(pack(config, root=checkout)).isdisjoint(SECRETS)
-        assert ".env" in names(pack(config, root=checkout, include=[".env"]))
-
-
-def test_what_is_no_secret_goes_along(checkout):
-    for name in (".env.example", "tokenizer.json", "monkey.py", "secrets.py", "environment.yml"):
-        (checkout / name).write_text("x")
-    packed = pack(f"{checkout}/configs/a.py", root=checkout)
-    assert {"tokenizer.json", "monkey.py", "secrets.py"} <= names(packed)
+def test_what_git_does_not_track_goes_along_only_by_name(checkout):
+    config = checkout / "configs" / "mine.py"  # not tracked either
+    config.touch()
+    for name in (".env", "runs/key.pem"):  # the second is ignored
+        (checkout / name).write_text("secret")
+    packed = pack(str(config), root=checkout)
+    assert (
+        names(packed) == {"configs/mine.py", "configs/a.py", "old.py", ".gitignore"} | PACKAGE | TOP
+    )
+    packed = pack(str(config), root=checkout, include=[".env", "runs/key.pem"])
+    assert {".env", "runs/key.pem"} <= names(packed)
     for name in ("no.env", "../checkout/old.py", "/etc/passwd"):
         with refused(FileNotFoundError, f"--include {name}"):
-            pack(f"{checkout}/configs/a.py", root=checkout, include=[name])
+            pack(str(config), root=checkout, include=[name])
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "missing"),
+    [
+        ("maxmars/b.py", "", None),
+        ("maxmars/cli/train.py", "from maxmars import b, new", "maxmars/new.py"),
+        ("configs/a.py", "def f():\n  import new, json, jax", "new.py"),
+        ("configs/a.py", "from beside import x", "configs/beside.py"),
+        ("configs/optim.py", "import maxmars.new", "maxmars/new.py"),
+        ("old.py", "import new", None),  # which the run does not import
+    ],
+)
+def test_an_import_that_would_be_missing_is_named(checkout, file, line, missing):
+    (checkout / "configs" / "optim.py").touch()
+    (checkout / file).write_text(line)
+    for name in ("maxmars/new.py", "new.py", "configs/beside.py"):
+        (checkout / name).touch()
+    sources = [Source.of(f"{checkout}/configs/optim.py:make")]
+
+    def packed(*include):
+        config = str(checkout / "configs" / "a.py")
+        return names(pack(config, root=checkout, sources=sources, include=include))
+
+    if missing is None:
+        assert packed().isdisjoint({"maxmars/new.py", "new.py", "configs/beside.py"})
+        return
+    with refused(UsageError, f" {missing},"):
+        packed()
+    assert missing in packed(missing)
+    track(checkout, missing)
+    assert missing in packed()
+
+
+def test_an_import_beside_a_config_from_elsewhere_is_named(checkout, tmp_path):
+    (tmp_path / "mine.py").write_text("import helper")
+    (tmp_path / "helper.py").touch()
+    with refused(UsageError, tmp_path / "helper.py", checkout):
+        pack(str(tmp_path / "mine.py"), root=checkout)
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "optim.py").write_text("def (")
+    with refused(ValueError, f"{tmp_path}/optim.py:1"):
+        source = Source.of(f"{tmp_path}/optim.py:make")
+        pack(str(tmp_path / "mine.py"), sources=[source], root=checkout)
 
 
 def test_a_config_from_elsewhere_and_scripts_go_along(checkout, tmp_path):
     config = tmp_path / "mine.py"
-    config.write_text("x")
+    config.write_text("x = 1")
     packed = pack(str(config), root=checkout, scripts={"launch-setup.sh": config})
     assert {"launch-config/mine.py", "launch-setup.sh", "configs/a.py"} <= names(packed)
     assert packed.config == "launch-config/mine.py"
@@ -130,10 +160,9 @@ def test_a_config_from_elsewhere_and_scripts_go_along(checkout, tmp_path):
 def test_the_files_of_a_configs_functions_go_along(checkout, tmp_path):
     for folder in (checkout / "configs", tmp_path):
         (folder / "lib").mkdir()
-        (folder / "lib" / "data.py").write_text("data")
-        (folder / "optim.py").write_text("optim")
-        (folder / "mine.py").write_text("x")
-    (checkout / "data.py").write_text("top")
+        for name in ("lib/data.py", "optim.py", "mine.py"):
+            (folder / name).touch()
+    (checkout / "data.py").touch()
 
     def packed(folder, *sources):
         config, functions = folder / "mine.py", [Source.of(f"{folder}/{s}") for s in sources]
@@ -160,12 +189,14 @@ def test_no_checkout_and_one_that_is_too_large(checkout, tmp_path):
     shutil.move(tmp_path / "moved", checkout / ".git")
     with (checkout / "large.bin").open("wb") as file:
         file.truncate(50_000_001)
+    track(checkout, "large.bin")
     with refused(ValueError, "large.bin"):
         pack(f"{checkout}/configs/a.py", root=checkout)
 
 
 def test_the_archive_has_what_is_written(checkout, tmp_path):
     (checkout / "configs" / "mount.sh").write_text("mount")
+    track(checkout, "configs/mount.sh")
     packed = pack(f"{checkout}/configs/a.py", root=checkout)
     packed.write(tmp_path / "written")
 

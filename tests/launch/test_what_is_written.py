@@ -1,6 +1,7 @@
 """JobSets and scripts that `maxmars launch` writes, by Kubernetes' rules and by shellcheck."""
 
 import copy
+import re
 import shlex
 import subprocess
 import sysconfig
@@ -25,13 +26,15 @@ spec:
       metadata: {annotations: {networking.gke.io/default-interface: eth0}},
       spec: {containers: [{name: maxmars, env: [{name: NCCL_DEBUG, value: INFO}]}]}}}}
 """
+README = Path(__file__).parents[2] / "maxmars" / "launch" / "README.md"
+PAGE = re.search(r"```yaml\n(.*?)```", README.read_text(), re.DOTALL)[1]
 OPTIONS = {
     "tpu": ["--topology", "v4:2x2x4", "--env", "WANDB_API_KEY", "--setup", "SETUP"],
-    "slices": ["--topology", "v5p:4x4x4", "--num-slices", "2", "--spot", "--xpk"],
+    "slices": ["--topology", "v5p:4x4x4", "--num-slices", "2", "--spot", "--patch", "PAGE"],
     "one host": ["--topology", "v5e:2x4", "--image", "a.b/c:1", "--max-restarts", "0"],
     "no pip": ["--topology", "b200:8", "--no-install", "--service-account", "ksa"],
-    "claims": ["--topology", "h100:8", "--claim", "tokens:/data", "b:/b", "--toleration", "a=b"],
-    "nodes": ["--topology", "h100:16", "--patch", "PATCH", "--node-selector", "a.b/c=d"],
+    "claims": ["--topology", "h100:8", "--claim", "tokens:/data", "b:/b"],
+    "nodes": ["--topology", "h100:16", "--patch", "PATCH"],
 }
 
 
@@ -40,8 +43,10 @@ def files(tmp_path, monkeypatch):
     """Words of command lines, and what stands for them."""
     (tmp_path / "patch.yaml").write_text(PATCH)
     (tmp_path / "setup.sh").write_text("true\n")
+    (tmp_path / "page.yaml").write_text(PAGE)
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    return {"PATCH": str(tmp_path / "patch.yaml"), "SETUP": str(tmp_path / "setup.sh")}
+    files = {"PATCH": "patch.yaml", "PAGE": "page.yaml", "SETUP": "setup.sh"}
+    return {word: str(tmp_path / name) for word, name in files.items()}
 
 
 def written(capsys, command, files):
@@ -64,6 +69,21 @@ def test_a_jobset_is_one_that_kubernetes_takes(name, capsys, files):
     pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     # Kubernetes makes one dollar of two.
     assert shellcheck(pod["containers"][0]["command"][2].replace("$$", "$")) == ""
+
+
+def test_the_patch_of_the_page_joins_what_a_spot_run_has(capsys, files):
+    words = ["--topology", "v6e:4x4", "--spot", "--patch", "PAGE"]
+    jobset = yaml.safe_load(written(capsys, [*GKE, *words], files))
+    assert jobset["metadata"]["labels"] == {
+        "xpk.google.com/workload": "run1",
+        "kueue.x-k8s.io/queue-name": "multislice-queue",
+    }
+    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["priorityClassName"] == "medium"
+    assert {"cloud.google.com/reservation-name", "cloud.google.com/gke-spot"} < set(
+        pod["nodeSelector"]
+    )
+    assert [t["key"] for t in pod["tolerations"]] == ["cloud.google.com/gke-spot", "team"]
 
 
 @pytest.mark.seconds
