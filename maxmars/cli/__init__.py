@@ -181,10 +181,11 @@ def _report(error: Exception) -> int:
     message = in_words(error)
     if _is_out_of_memory(error):
         way_out = "take smaller batches, a smaller model, or more devices"
-        notes = getattr(error, "__notes__", [way_out])
+        # JAX's own note, on the traceback that it shortened, has several lines.
+        notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
         message = (
-            f"out of memory ({message.splitlines()[0]}): {', '.join(notes)}; `maxmars plan` says "
-            "what fits."
+            f"out of memory ({message.splitlines()[0]}): {', '.join(notes or [way_out])}; "
+            "`maxmars plan` says what fits."
         )
     elif not (place_in_own_file(error) or _is_raised_here(error)):
         message = f"{message} (MAXMARS_TRACEBACK=1 shows where this was raised)"
