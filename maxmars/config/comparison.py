@@ -20,8 +20,8 @@ class SearchConfig(CheckedConfig):
 
     tune: Annotated[tuple[str, ...], arg(metavar="FIELD ...")] = ("learning_rate",)
     """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
-    gamma, or an option of your own function, or warmup. A contender that lacks one is tuned over the
-    others, and named before the first run."""
+    gamma, or an option of your own function, or warmup. A contender that lacks one is tuned over
+    the others, and named before the first run."""
     budget: Annotated[Positive[int] | None, arg(metavar="N")] = None
     """Most cells that the search of each contender takes; None is 4, and 4 more for each field."""
     confirm: Annotated[Positive[int], arg(metavar="N")] = 1
