@@ -2,11 +2,12 @@
 
     maxmars train gpt2:size=small,optimizer=mars --data.path DIR --mesh.fsdp 8
 
-Choices: size=tiny|small|medium|large|xl, data=openwebtext|fineweb_edu, and
+Choices: size=tiny|small|medium|large|xl|6.7b|13b, data=openwebtext|fineweb_edu, and
 optimizer=adamw|nadamw|ademamix|muon|moonlight|lion|adopt|sophia|soap|mars|mars_exact|mars_lion|
 mars_shampoo|mars_m.
 `--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's, llm.c's and TFDS's
-are read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens.
+are read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens. At 6.7b
+and 13b it is 1,024 sequences of 2,048 tokens.
 
 Published best validation loss on OpenWebText in nats a token, after 5B / 20B / 50B tokens (10k /
 40k / 100k steps):
@@ -36,6 +37,10 @@ Where the values come from (XL and tiny take large's and small's where nobody pu
 * ademamix: the repository's values; the rates of the larger sizes are to AdamW's as small's.
 * adopt: AdamW's rate and decay with the paper's b2 and eps; not published for these runs.
 * mars_lion, mars_shampoo: rates by rules of thumb, not published for these runs.
+* 6.7b, 13b: width, depth, heads of 128, context, tokens a step, AdamW's rate and its end, and the
+  clip of mean gradients are GPT-3's (arXiv 2005.14165; its 13B has 5,140 columns, here 40 heads of
+  128 fill 5,120). Nobody has published MARS at these sizes: MARS has ten times AdamW's rate, Muon
+  and MARS-Shampoo 33 times, the others XL's values. Take them as a start for a search.
 
 What differs from the official runs, beside what is said of the optimizers:
 
@@ -74,7 +79,7 @@ from maxmars.config import (
     TrainConfig,
 )
 
-Size = Literal["tiny", "small", "medium", "large", "xl"]
+Size = Literal["tiny", "small", "medium", "large", "xl", "6.7b", "13b"]
 Data = Literal["openwebtext", "fineweb_edu"]
 NUM_STEPS = 100_000
 Optimizer = Literal[
@@ -114,6 +119,7 @@ class Recipe:
     sophia_minimum: float
     minimum: float  # the end of the cosine of the other optimizers
     microbatches: int  # whose gradients the official code sums
+    batch_size: int = 480
 
 
 RECIPES: dict[Size, Recipe] = {
@@ -178,6 +184,26 @@ RECIPES["xl"] = dataclasses.replace(
     model=GPT2Config.xl(),
     mars_m={"openwebtext": 3e-3, "fineweb_edu": 3e-3},  # OpenWebText's is not published
 )
+RECIPES["6.7b"] = dataclasses.replace(
+    RECIPES["xl"],
+    model=GPT2Config(num_layers=32, num_heads=32, embed_dim=4096, max_seq_len=2048),
+    adamw=1.2e-4,
+    mars=1.2e-3,
+    vector=6e-4,
+    muon=4e-3,
+    minimum=1.2e-5,
+    microbatches=1,
+    batch_size=1024,
+)
+RECIPES["13b"] = dataclasses.replace(
+    RECIPES["6.7b"],
+    model=GPT2Config(num_layers=40, num_heads=40, embed_dim=5120, max_seq_len=2048),
+    adamw=1e-4,
+    mars=1e-3,
+    vector=5e-4,
+    muon=3.3e-3,
+    minimum=1e-5,
+)
 
 
 def get_config(
@@ -189,7 +215,7 @@ def get_config(
     return TrainConfig(
         name=f"gpt2-{size}-{optimizer}" + ("" if data == "openwebtext" else f"-{data}"),
         num_steps=NUM_STEPS,
-        global_batch_size=480,
+        global_batch_size=recipe.batch_size,
         gradient_multiplier=1.0 if optimizer == "sophia" else float(recipe.microbatches),
         model=dataclasses.replace(
             recipe.model,

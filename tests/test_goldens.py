@@ -21,7 +21,7 @@ from maxmars.train.optimizer import make_schedule
 
 GOLDENS = Path(__file__).parent / "goldens"
 GPT2 = Path(__file__).parents[1] / "configs" / "gpt2.py"
-SIZES = ("tiny", "small", "medium", "large", "xl")
+SIZES = ("tiny", "small", "medium", "large", "xl", "6.7b", "13b")
 OPTIMIZERS = (
     "adamw",
     "nadamw",

@@ -1,4 +1,4 @@
-"""`maxmars train` with every optimizer of configs/gpt2.py and with configs/gpt3.py, on one device.
+"""`maxmars train` with every optimizer of configs/gpt2.py, on one device.
 
 The defaults run as a user runs them, without the compiler flags of the tests, with which the others
 compile in half the time.
@@ -44,10 +44,7 @@ for line in sys.stdin:
             marks=pytest.mark.seconds,
         ),
         pytest.param(
-            [
-                *(f"gpt2:size=small,optimizer={name}" for name in OTHERS),
-                "gpt3:size=13b,optimizer=mars_shampoo",
-            ],
+            [f"gpt2:size=small,optimizer={name}" for name in OTHERS],
             {"XLA_FLAGS": xla_flags(1)},
             marks=pytest.mark.slow,
         ),

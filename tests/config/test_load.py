@@ -172,7 +172,7 @@ def test_what_is_wrong_with_choices_is_said(write, body, choices, named):
     ("spec", "named"),
     [
         ("quickstrat", ["'quickstrat'", "`quickstart`"]),
-        ("gtp2:size=xl", ["'gtp2'", "ablations, compare_tiny, gpt2, gpt3, quickstart"]),
+        ("gtp2:size=xl", ["'gtp2'", "ablations, compare_tiny, gpt2, quickstart"]),
         ("gpt2.yaml", ["'gpt2.yaml'", "`gpt2`"]),
         ("", ["''"]),
         ("configs/gpt2.yaml:size=xl", ["configs/gpt2.yaml:size=xl", ".py"]),

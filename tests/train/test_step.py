@@ -346,7 +346,7 @@ def test_more_layers_do_not_make_a_larger_program():
 
 
 def test_a_step_of_more_than_2_to_the_31_parameters_is_traced():
-    config = load_config("gpt3:size=13b,optimizer=mars_shampoo")
+    config = load_config("gpt2:size=13b,optimizer=mars_shampoo")
     model = dataclasses.replace(config.model, remat="full", compute_dtype="bfloat16")
     config = dataclasses.replace(config, model=model, num_microbatches=1, mesh=MeshConfig(fsdp=8))
     make_train_step(config, Parameters(config.model, sharding.make_mesh(config.mesh))).lower()
