@@ -1,7 +1,6 @@
-"""What parts of maxmars cost on this machine, beside the programs that others would use.
+"""What parts of maxmars cost on this machine; `bench_train.py` measures whole train steps.
 
     python tools/bench.py device                           the ceilings of steps on an accelerator
-    python tools/bench.py data                             reading tokens
     python tools/bench.py checkpoint [--size small]        a save, a restore, host memory
     python tools/bench.py eval QUESTIONS [--model DIR]     HellaSwag beside lm-evaluation-harness
     python tools/bench.py generate [--target RUN]          tokens/s of generation
@@ -25,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -130,130 +129,6 @@ def bench_device(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# --- data -----------------------------------------------------------------------------------------
-
-BATCH, LENGTHS, VOCAB_SIZE = 32, (1024, 128), 50257
-GET_BATCH = "nanoGPT's get_batch"
-
-
-def bench_data(args: argparse.Namespace) -> dict[str, Any]:
-    """Tokens per second of processor time, of all threads, and their ratio to get_batch's.
-
-    Batches of 32 windows of random tokens, from files in the page cache: the cost of the code, not
-    of a disk. get_batch is nanoGPT's up to the tensor; maxmars is what a process reads for a step,
-    each id checked; Grain is the chain of its documentation; DataLoader runs in this process, where
-    PyTorch is installed.
-    """
-    import numpy as np
-
-    found = {}
-    with tempfile.TemporaryDirectory() as name:
-        root, rng = Path(name), np.random.default_rng(0)
-        for directory in ("a", "b"):
-            (root / directory).mkdir()
-            tokens = rng.integers(0, VOCAB_SIZE, args.tokens, np.uint16)
-            tokens.tofile(root / directory / "train.bin")
-        for length in LENGTHS:
-            print(f"batches of {BATCH} x {length} tokens, {args.rounds} rounds of {args.seconds} s")
-            sides = {
-                name: functools.partial(tokens_per_cpu_s, read, length, args.seconds)
-                for name, read in readers(root, length).items()
-            }
-            found[str(length)] = alternate(sides, args.rounds)
-            print_rates(found[str(length)], "tokens/CPU s", ".2e", GET_BATCH)
-    return found
-
-
-def tokens_per_cpu_s(read: Callable[[], Any], length: int, turn_s: float) -> float:
-    start, begin, count = time.process_time(), time.perf_counter(), 0
-    while time.perf_counter() - begin < turn_s:
-        read()
-        count += 1
-    return count * BATCH * length / (time.process_time() - start)
-
-
-def readers(root: Path, length: int) -> dict[str, Callable[[], Any]]:
-    """Functions that each read one batch, by name."""
-    import grain
-    import numpy as np
-
-    from maxmars.data.formats import open_split
-
-    a, b = (open_split(root / directory, "train") for directory in ("a", "b"))
-    path, rng = root / "a" / "train.bin", np.random.default_rng(0)
-
-    def get_batch() -> Any:
-        data = np.memmap(path, np.uint16, "r")
-        starts = rng.integers(len(data) - length, size=BATCH)
-        inputs = np.stack([data[i : i + length].astype(np.int64) for i in starts])
-        return inputs, np.stack([data[i + 1 : i + 1 + length].astype(np.int64) for i in starts])
-
-    chain = grain.MapDataset.source(Windows(path, length)).seed(0).shuffle().repeat(10**6)
-    found = {
-        GET_BATCH: get_batch,
-        "maxmars, shuffled": iterate(batches([a], length)),
-        "maxmars, random windows": iterate(batches([a], length, order="random_windows")),
-        "maxmars, mixture 0.7 : 0.3": iterate(batches([a, b], length, [0.7, 0.3])),
-        "maxmars, shuffled, thread": iterate(batches([a], length), ahead=2),
-        "Grain, textbook chain": iterate(chain.batch(BATCH)),
-    }
-    if importlib.util.find_spec("torch") is not None:
-        from torch.utils.data import DataLoader
-
-        def loaded() -> Iterator[Any]:
-            while True:
-                yield from DataLoader(Windows(path, length), BATCH, shuffle=True, drop_last=True)
-
-        found["PyTorch DataLoader"] = loaded().__next__
-    return found
-
-
-def batches(
-    streams: list[Any],
-    length: int,
-    weights: list[float] | None = None,
-    order: Any = "shuffled",
-) -> Any:
-    """What a process of maxmars reads, as a dataset of Grain."""
-    import numpy as np
-
-    from maxmars.data.batches import SplitTokens
-    from maxmars.data.sampling import process_batches, training_numbers
-    from maxmars.data.windows import TokenWindows
-
-    random = order == "random_windows"
-    tokens = SplitTokens(
-        parts=tuple(TokenWindows(s, length, at_every_token=random) for s in streams)
-    )
-    numbers = training_numbers(tokens.sizes, weights or [1.0], seed=0, order=order)
-    return process_batches(numbers, tokens.read, np.arange(BATCH)[None], BATCH, 0)
-
-
-def iterate(dataset: Any, ahead: int = 0) -> Callable[[], Any]:
-    import grain
-
-    found = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-    if ahead:
-        found = grain.experimental.ThreadPrefetchIterDataset(found, prefetch_buffer_size=ahead)
-    return iter(found).__next__
-
-
-class Windows:
-    """The windows of a file, one an item, as the documentation of Grain and PyTorch has it."""
-
-    def __init__(self, path: Path, length: int) -> None:
-        import numpy as np
-
-        self.tokens, self.length = np.memmap(path, np.uint16, "r"), length
-
-    def __len__(self) -> int:
-        return (len(self.tokens) - 1) // self.length
-
-    def __getitem__(self, index: int) -> Any:
-        start = int(index) * self.length
-        return self.tokens[start : start + self.length + 1].astype("int64")
-
-
 # --- checkpoint -----------------------------------------------------------------------------------
 
 SAVES = 3
@@ -355,7 +230,6 @@ def memory_bytes(key: str) -> int:
 
 # --- eval -----------------------------------------------------------------------------------------
 
-SEARCHED = 32  # questions on which the peer's batch sizes are compared
 TASK = """\
 include: {task}
 task: hellaswag_local
@@ -371,8 +245,8 @@ def bench_eval(args: argparse.Namespace) -> dict[str, Any]:
     """HellaSwag's questions a second, and how far apart the log-likelihoods are.
 
     Timed is what is done for each question: texts to tokens, the model, the log-likelihoods; here
-    the protocol `lm_eval` alone, there `HFLM.loglikelihood` on the requests of its own task, with
-    the fastest of `--peer-batch-sizes`. Loading data and compiling do not count. Both compute in
+    the protocol `lm_eval` alone, there `HFLM.loglikelihood` on the requests of its own task, in
+    batches of `--peer-batch-size`. Loading data and compiling do not count. Both compute in
     float32 on all cores. Needs the extras `hf` and `peers`, and GPT-2's vocabulary
     (TIKTOKEN_CACHE_DIR); `--no-peer` needs no `peers`. Without `--model` the weights are random.
     """
@@ -409,11 +283,7 @@ def bench_eval(args: argparse.Namespace) -> dict[str, Any]:
 
         runs = {"maxmars": ours}
         if not args.no_peer:
-            few = peer(directory, args.questions, min(SEARCHED, len(asked)), scores)
-            size = min(args.peer_batch_sizes, key=lambda size: seconds(lambda: few(size)))
-            print(f"the peer's batch size: {size}", flush=True)
-            whole = peer(directory, args.questions, len(asked), scores)
-            runs["peer"] = lambda: whole(size)
+            runs["peer"] = peer(directory, args, len(asked), scores)
         sides = {name: lambda run=run: len(asked) / seconds(run) for name, run in runs.items()}
         rates = alternate(sides, args.rounds)
     print_rates(rates, "questions/s", ".1f", None if args.no_peer else "peer")
@@ -424,9 +294,9 @@ def bench_eval(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def peer(
-    directory: Path, questions: Path, count: int, scores: dict[str, Any]
-) -> Callable[[int], None]:
-    """lm-evaluation-harness with a batch size; leaves its log-likelihoods in `scores`."""
+    directory: Path, args: argparse.Namespace, count: int, scores: dict[str, Any]
+) -> Callable[[], None]:
+    """lm-evaluation-harness on so many questions; leaves its log-likelihoods in `scores`."""
     import datasets
     import numpy as np
     import transformers
@@ -439,7 +309,7 @@ def peer(
     transformers.utils.logging.disable_progress_bar()
     file = Path(str(lm_eval.__file__)).parent / "tasks" / "hellaswag" / "hellaswag.yaml"
     with tempfile.TemporaryDirectory() as scratch:
-        text = TASK.format(task=file, questions=questions.absolute())
+        text = TASK.format(task=file, questions=args.questions.absolute())
         Path(scratch, "hellaswag_local.yaml").write_text(text)
         manager = tasks.TaskManager(include_path=scratch, include_defaults=False)
         task: Any = manager.load(["hellaswag_local"])["tasks"]["hellaswag_local"]
@@ -447,9 +317,9 @@ def peer(
     model = transformers.GPT2LMHeadModel.from_pretrained(directory)
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
 
-    def run(batch_size: int) -> None:
+    def run() -> None:
         harness = models.HFLM(
-            pretrained=model, tokenizer=tokenizer, batch_size=batch_size, device="cpu"
+            pretrained=model, tokenizer=tokenizer, batch_size=args.peer_batch_size, device="cpu"
         )
         found = harness.loglikelihood(task.instances, disable_tqdm=True)
         scores["peer"] = np.array([value for value, _ in found]).reshape(-1, 4)
@@ -459,16 +329,14 @@ def peer(
 
 # --- generate -------------------------------------------------------------------------------------
 
-PROMPT, EVERY = 64, 16
+PROMPT, VOCAB_SIZE = 64, 50257
 
 
 def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
     """Tokens/s over all rows, greedy, after prompts of 64 random tokens, on one device.
 
-    At once, streaming as `maxmars generate` does, and streaming one token at a time. Without a
-    cache each token takes a forward pass over the text so far, rounded up to a multiple of 64
-    tokens; every sixteenth is timed, once. Compiling does not count. The model is GPT-2 small with
-    random weights, or `--target`.
+    At once, and streaming as `maxmars generate` does. Compiling does not count. The model is GPT-2
+    small with random weights, or `--target`.
     """
     import jax
     import numpy as np
@@ -499,55 +367,24 @@ def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
         prompts = np.random.default_rng(0).integers(0, model.tokenizer.vocab_size, shape, np.int32)
         options = {"max_new_tokens": args.new_tokens, "sampling": GREEDY, "batch_size": rows}
 
-        def stream(every_s: float, prompts: Any = prompts, options: Any = options) -> None:
-            for _ in stream_tokens(model, list(prompts), every_s=every_s, **options):
-                pass
-
         ways = {
-            "cached": lambda p=prompts, o=options: generate_tokens(model, list(p), **o),
-            "streaming": lambda stream=stream: stream(0.05),
-            "one_by_one": lambda stream=stream: stream(0.0),
+            "at once": lambda p=prompts, o=options: generate_tokens(model, list(p), **o),
+            "streaming": lambda p=prompts, o=options: list(stream_tokens(model, list(p), **o)),
         }
         count = rows * args.new_tokens
         sides = {name: lambda way=way, n=count: n / seconds(way) for name, way in ways.items()}
         rates = alternate(sides, args.rounds)
-        rates["uncached"] = [uncached_rate(model, prompts, args.new_tokens)]
         print_rates({f"{rows} rows, {name}": r for name, r in rates.items()}, "tokens/s", ",.1f")
         medians = {name: statistics.median(values) for name, values in rates.items()}
         found.append({"batch": rows, **medians})
     return {"compute_dtype": model.config.compute_dtype, "tokens_per_sec": found}
 
 
-def uncached_rate(model: Any, prompts: Any, new_tokens: int) -> float:
-    """Tokens/s by forward passes over a multiple of `PROMPT` tokens."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    from maxmars.model.language_model import make_model
-
-    @jax.jit
-    def next_tokens(params: object, tokens: jax.Array, count: jax.Array) -> jax.Array:
-        gpt2 = make_model(model.config, params)
-        last = jax.lax.dynamic_slice_in_dim(gpt2.hidden(tokens), count - 1, 1, axis=1)
-        return jnp.argmax(gpt2.logits(last)[:, 0], axis=-1)
-
-    found, longest = [], model.config.max_seq_len
-    for count in range(PROMPT + min(EVERY // 2, new_tokens - 1), PROMPT + new_tokens, EVERY):
-        length = min(-(-count // PROMPT) * PROMPT, longest)
-        tokens = np.zeros((len(prompts), length), np.int32)
-        tokens[:, :PROMPT] = prompts
-        run = functools.partial(next_tokens, model.params, tokens, np.int32(count))
-        np.asarray(run())
-        found.append(seconds(lambda run=run: np.asarray(run())))
-    return len(prompts) / statistics.mean(found)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    commands = parser.add_subparsers(required=True, metavar="device|data|checkpoint|eval|generate")
+    commands = parser.add_subparsers(required=True, metavar="device|checkpoint|eval|generate")
 
     def command(run: Callable[[argparse.Namespace], dict[str, Any]], rounds: int) -> Any:
         found = commands.add_parser(
@@ -562,9 +399,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     device = command(bench_device, 10)
     device.add_argument("--size", type=int, default=8192, help="rows and columns of the matrices")
-    data = command(bench_data, 9)
-    data.add_argument("--seconds", type=float, default=0.3, help="length of a turn")
-    data.add_argument("--tokens", type=int, default=50_000_000, help="tokens to read from")
     checkpoint = command(bench_checkpoint, 5)
     checkpoint.add_argument("--directory", help="where to write (the temporary directory)")
     checkpoint.add_argument("--size", default="small", choices=("small", "medium", "large", "xl"))
@@ -575,7 +409,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     evaluate.add_argument("--model", type=Path, help="a Hugging Face GPT-2 (random weights)")
     evaluate.add_argument("--num-questions", type=int, default=600)
     evaluate.add_argument("--no-peer", action="store_true", help="time maxmars alone")
-    evaluate.add_argument("--peer-batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    evaluate.add_argument("--peer-batch-size", type=int, default=8)
     generate = command(bench_generate, 5)
     generate.add_argument("--batch-sizes", default="1,8")
     generate.add_argument("--new-tokens", type=int, default=128)
