@@ -1,21 +1,20 @@
 """One writer at a time: a run owns its directory of checkpoints while it has it open for writing.
 
 On a disk the kernel holds the lock (`flock` on `.lock`) and releases it when the process dies,
-however it dies. A lock is never stale, and nobody has to delete a file. An object store has no
-kernel: there a `Lease` takes its place.
+however it dies. A lock is never stale, nobody has to delete a file, and a second run is refused. An
+object store has no kernel, and cannot tell whether an owner is alive: there a second run takes over
+(`Claim`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import socket
-import threading
 import time
-import uuid
-from typing import IO, Any
+from collections.abc import Callable
+from typing import IO, Any, TypeVar
 
 from maxmars.config.errors import EXTERNAL_ERRORS
 from maxmars.distributed import processes
@@ -28,73 +27,75 @@ from maxmars.distributed.files import (
     try_lock,
 )
 
-_LOGGER = logging.getLogger(__name__)
-
 _PATIENCE_S = 2.0  # a process that is being killed keeps its lock until its memory is freed
-_LEASE_KEY = "owner.json"
-_LEASE_S = 60.0
-_SIGN_OF_LIFE_S = 20.0  # an owner renews its lease every 15 s
+_OWNER_KEY = "owner.json"
+_CHECK_RETRIES = 16  # for a minute: a run should not end for a short fault of the network
+
+T = TypeVar("T")
 
 
 class InUseError(ValueError):
-    """Another run owns the directory."""
+    """Another run owns the directory, or has taken it over."""
 
 
-def acquire(directory: Any) -> FileLock | Lease | None:
+def acquire(directory: Any) -> FileLock | Claim | None:
     """Make the directory and own it, in the name of all processes; they must all call.
 
-    The primary process gets the lock, the others None.
+    On a disk the primary process gets the lock, and the others None.
 
     Raises:
       InUseError: another run owns it; every process raises.
       OSError: it cannot be written to; every process raises.
     """
-    lock, problem = None, None
+
+    def own() -> FileLock | Claim:
+        require_access(directory)
+        make_directory(directory)
+        return Claim.take(directory) if is_remote(directory) else FileLock(directory)
+
+    lock = _in_primary(own, directory)
+    generation = processes.from_primary(lock.generation if isinstance(lock, Claim) else None)
+    return lock if generation is None else Claim(directory, generation)
+
+
+def check_together(lock: FileLock | Claim | None, directory: Any) -> None:
+    """Check that the directory is still this run's; all processes must call, and get one answer.
+
+    Raises:
+      InUseError, OSError: it is not, or nobody can tell; see the `check` of both locks.
+    """
+    _in_primary(lambda: lock and lock.check(), directory)
+
+
+def _in_primary(function: Callable[[], T], directory: Any) -> T | None:
+    """What a function returns in the primary process, None in the others; its error in all."""
+    result, problem = None, None
     if processes.is_primary():
         try:
-            require_access(directory)
-            make_directory(directory)
-            if is_remote(directory):
-                lock = Lease(open_store(directory), os.fspath(directory))
-            else:
-                lock = FileLock(directory)
+            result = function()
         except EXTERNAL_ERRORS as error:
             problem = error
     told = None if problem is None else type(problem).__name__
     if (told := processes.from_primary(told)) is None:
-        return lock
+        return result
     kind = InUseError if told == InUseError.__name__ else OSError
-    raise problem or kind(f"process 0 could not open {directory} for writing; it says why.")
+    raise problem or kind(f"process 0 may not write to {directory}; it says why.")
 
 
 def is_owned(directory: Any, patience_s: float = 0.0) -> bool:
     """Whether a living process on any host owns a directory.
 
-    Waits `patience_s` for an owner on a disk. In a bucket a living owner rewrites its lease within
-    `_SIGN_OF_LIFE_S`; without a lease the answer comes at once.
+    Waits `patience_s` for it to go. In a bucket none is: a new start takes over.
     """
     require_access(directory)
     if is_remote(directory):
-        return _is_rewritten(open_store(directory), os.fspath(directory))
+        return False
     path = directory / ".lock"
     try:
         with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+") as file:
             return not try_lock(file, path, patience_s)
     except OSError:
         return False
-
-
-def _is_rewritten(store: Any, name: str) -> bool:
-    """Whether a lease is there, and gets another generation while it is watched."""
-    seen, deadline = set(), time.monotonic() + _SIGN_OF_LIFE_S
-    while len(seen) < 2 and time.monotonic() < deadline:
-        with reporting(name):
-            lease = store.read(_LEASE_KEY).result()
-        if lease.state == "missing":
-            return False
-        seen.add(lease.stamp.generation)
-        time.sleep(0.5)
-    return len(seen) == 2
 
 
 class FileLock:
@@ -142,104 +143,49 @@ class FileLock:
         self._file.close()
 
 
-class Lease:
-    """Ownership of a directory in an object store: a small object that its owner keeps rewriting.
+class Claim:
+    """Ownership of a directory in a bucket: the last process that wrote `owner.json` has it.
 
-    The store's generations decide, not clocks and not the object's contents. Every write names the
-    generation that it replaces, or that there is none, so that the store refuses one of two that
-    want it. An owner writes every quarter of the lease's duration. Whoever sees the generation
-    stand still for a whole duration, on its own clock, may take over. An owner that could not renew
-    for so long, or that finds another one's object, has lost the lease and must not start another
-    save. (A save that it began before can still end: no object store has a way to prevent that.)
+    A start writes the object and remembers its generation, which the store gives to each write. The
+    run asks before each save whether that is still the object's: the start after it wins, and this
+    run writes and deletes nothing more. (A save that it began before can still end: no object store
+    has a way to prevent that.)
 
     Args:
-      store: `tensorstore.KvStore` at the directory, whose writes are conditional on generations.
-      name: name of the directory, for messages.
-      duration_s: duration of the lease; taking over from a dead owner takes as long.
-
-    Raises:
-      InUseError: the directory has a living owner.
-      OSError: it cannot be read or written.
+      directory: path in the bucket.
+      generation: of the object, in hex, as the primary process wrote it.
     """
 
-    def __init__(self, store: Any, name: str, duration_s: float = _LEASE_S) -> None:
-        self._store, self._name, self._duration_s = store, name, duration_s
-        self._token = uuid.uuid4().hex
-        self._record = json.dumps(_owner() | {"token": self._token}).encode()
-        self._generation = self._take()
-        self._lost = False
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._renew_until_stopped, daemon=True)
-        self._thread.start()
+    def __init__(self, directory: Any, generation: str) -> None:
+        self.generation = generation
+        self._name = os.fspath(directory)
+        self._store = open_store(directory, max_retries=_CHECK_RETRIES)
+
+    @classmethod
+    def take(cls, directory: Any) -> Claim:
+        """Write the object.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        record = json.dumps(_owner()).encode()
+        with reporting(directory):
+            stamp = open_store(directory).write(_OWNER_KEY, record).result()
+        return cls(directory, stamp.generation.hex())
 
     def check(self) -> None:
-        """Raise OSError if this run may own the directory no more: it must not write there."""
-        if self._lost or time.monotonic() - self._renewed > self._duration_s:
-            raise OSError(
-                f"this run lost its ownership of {self._name} (another run took over, or the store "
-                "could not be reached for too long), so it must not write there any more."
+        """Raise InUseError if another start has taken over, OSError if the store cannot tell."""
+        with reporting(self._name):
+            owner = self._store.read(_OWNER_KEY).result()
+        if owner.stamp.generation.hex() != self.generation:
+            raise InUseError(
+                f"{_describe_owner(owner.value)} has taken over {self._name}, as the last start of "
+                "a run in a bucket wins: this one writes and deletes nothing more there, and ends. "
+                "To go on here, stop the other and give the same command again."
             )
 
     def release(self) -> None:
-        """Let others have the directory at once."""
-        self._stop.set()
-        self._thread.join()
-        if not self._lost:
-            try:
-                self._store.write(_LEASE_KEY, None, if_equal=self._generation).result()
-            except Exception as error:
-                _LOGGER.warning("%s stays owned until the lease expires: %s", self._name, error)
-
-    def _take(self) -> bytes:
-        """Write the object when there is none, or when its owner is dead; its generation."""
-        watched, since = None, 0.0
-        while True:
-            lease = self._read()
-            generation = lease.stamp.generation
-            if lease.state == "missing" or (
-                generation == watched and time.monotonic() - since > self._duration_s
-            ):
-                taken = self._write(generation)
-                if taken:
-                    return taken
-            elif watched is None:
-                watched, since = generation, time.monotonic()
-                _LOGGER.warning(
-                    "%s: waiting up to %.0f s to see whether its owner, %s, is alive",
-                    *(self._name, self._duration_s, _describe_owner(lease.value)),
-                )
-            elif generation != watched:
-                raise _in_use(self._name, lease.value)
-            time.sleep(self._duration_s / 20)
-
-    def _write(self, generation: bytes) -> bytes:
-        """Write if the object still has this generation; the new one, or b"" if it has not."""
-        started = time.monotonic()
-        with reporting(self._name):
-            stamp = self._store.write(_LEASE_KEY, self._record, if_equal=generation).result()
-        written = stamp.generation
-        if written:
-            self._renewed = started
-        return written
-
-    def _read(self) -> Any:
-        with reporting(self._name):
-            return self._store.read(_LEASE_KEY).result()
-
-    def _renew_until_stopped(self) -> None:
-        while not self._stop.wait(self._duration_s / 4):
-            try:
-                written = self._write(self._generation)
-                if not written:  # perhaps our own write came first, whose answer was lost
-                    lease = self._read()
-                    if _fields(lease.value).get("token") != self._token:
-                        self._lost = True
-                        _LOGGER.error("another run took over %s", self._name)
-                        return
-                    written = lease.stamp.generation
-                self._generation = written
-            except Exception as error:  # the store may be back in time
-                _LOGGER.warning("the lease of %s could not be renewed: %s", self._name, error)
+        """Nothing: the object tells who had the directory last, and a new start waits for none."""
 
 
 def _owner() -> dict[str, Any]:

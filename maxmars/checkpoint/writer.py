@@ -16,7 +16,7 @@ from orbax.checkpoint import v1
 
 from maxmars.checkpoint.digest import combine, digest_and_finite, leaf_types, to_plain
 from maxmars.checkpoint.environment import environment
-from maxmars.checkpoint.lock import acquire
+from maxmars.checkpoint.lock import InUseError, acquire, check_together
 from maxmars.checkpoint.reader import (
     FORMAT_VERSION,
     Directory,
@@ -95,7 +95,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         return max(steps_of_run(self._directory), default=None)
 
     def check_owner(self) -> None:
-        """Raise OSError if another run took over the directory, which the primary process sees."""
+        """Raise ValueError or OSError if the directory is another run's by now; on a disk the
+        primary process alone sees it."""
         if self._lock is not None:
             self._lock.check()
 
@@ -143,13 +144,17 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
           copy, but not what `wait` waits for. None if nothing had to be written.
 
         Raises:
-          OSError: the save before could not be completed, or with `wait` this one; or another run
-            took over the directory. All that can be done then is `close`.
+          OSError: the save before could not be completed, or with `wait` this one.
+          InUseError: another run took over the directory.
           ValueError: some parameters are not finite.
+
+        After the first two all that can be done is `close`.
         """
         started = time.perf_counter()
         self._is_due = False
         self._finish()
+        with self._reporting():
+            check_together(self._lock, self._directory)
         digests, finite = digest_and_finite(state)
         wrong = [path for path in finite if path.startswith("params/") and not finite[path]]
         if wrong:
@@ -175,7 +180,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         meta |= {"tokens": tokens, "journal": line}
         meta["checksum"] = checksum(meta)
         with self._reporting(), _orbax_context(state):
-            self.check_owner()
             self._pending = self._orbax.save_checkpointables_async(
                 step, {"state": to_plain(state), "meta": meta}, force=True, overwrite=True
             )
@@ -291,6 +295,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _reporting(self) -> Generator[None, None, None]:
         try:
             yield
+        except InUseError:
+            raise
         except Exception as error:
             self._failed = True
             raise OSError(

@@ -83,7 +83,7 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
           files: to hash, on disks; see `own_share`.
           record: file of JSON lines in the working directory, of this process alone: the files that
             were hashed, with size, time and SHA-256.
-          may_write: raises OSError when the working directory belongs to another run by now.
+          may_write: raises ValueError when the working directory belongs to another run by now.
         """
         self._files = files
         self._record, self._may_write = record, may_write

@@ -148,12 +148,13 @@ def _require_answer() -> None:
             return
 
 
-def open_store(directory: Any) -> Any:
-    """The `tensorstore.KvStore` at a directory of a bucket; it gives up after a few seconds."""
+def open_store(directory: Any, max_retries: int = 4) -> Any:
+    """The `tensorstore.KvStore` at a directory of a bucket; it gives up after a few seconds, and
+    with more retries after 4 s for each."""
     import tensorstore  # comes with Orbax
 
     bucket, _, path = os.fspath(directory).removeprefix("gs://").partition("/")
-    retries = {"max_retries": 4, "initial_delay": "500ms", "max_delay": "4s"}
+    retries = {"max_retries": max_retries, "initial_delay": "500ms", "max_delay": "4s"}
     spec = {"driver": "gcs", "bucket": bucket, "path": f"{path}/" if path else ""}
     return tensorstore.KvStore.open(spec | {"context": {"gcs_request_retries": retries}}).result()
 
@@ -314,7 +315,7 @@ class LineFile:
 
     On a disk a line is there at once, and survives a crash of the process. In a bucket a thread
     uploads the lines every `every_s` seconds, and `sync` and `close` do so at once. An upload that
-    fails is a warning: a run need not end for it.
+    fails is a warning, once for each reason: a run need not end for it.
     """
 
     def __init__(
@@ -323,7 +324,7 @@ class LineFile:
         may_write: Callable[[], None] = lambda: None,
         every_s: float = _UPLOAD_EVERY_S,
     ) -> None:
-        """`may_write` raises OSError when the directory belongs to another run by now.
+        """`may_write` raises ValueError when the directory belongs to another run by now.
 
         Raises:
           OSError: the file cannot be written.
@@ -337,7 +338,7 @@ class LineFile:
                 self.write("")  # a kill came while the last line was being written
             return
         self._lines = [(_read_bytes(path) or b"").decode(errors="replace")]
-        self._uploaded = 1
+        self._uploaded, self._warned = 1, ""
         self._uploading = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._upload_until_closed, daemon=True)
@@ -364,8 +365,10 @@ class LineFile:
                 self._may_write()
                 write_text(self._path, "".join(self._lines[:count]))
                 self._uploaded = count
-            except OSError as error:
-                _LOGGER.warning("new lines of %s are not there yet: %s", self._path, error)
+            except (OSError, ValueError) as error:
+                if str(error) != self._warned:
+                    _LOGGER.warning("new lines of %s are not there yet: %s", self._path, error)
+                self._warned = str(error)
 
     def close(self) -> None:
         """Close the file; `write` must not be called after it."""
