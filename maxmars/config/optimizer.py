@@ -93,10 +93,6 @@ class NewtonSchulzConfig(DecayedConfig):
     Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
     are gathered over `data`: faster where `data` is a fast network, slower between slices or
     nodes."""
-    orthogonality_every: Count[int] | None = None
-    """Steps between measurements of train/orthogonality_error, the distance of the results of
-    Newton-Schulz from orthogonal matrices. Each measurement sends the matrices in float32 once
-    more. None never measures."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,11 +194,6 @@ class MarsConfig(NewtonSchulzConfig):
         require(
             self.variant == "adamw" or not self.amsgrad,
             f"optimizer.amsgrad=True needs optimizer.variant=adamw, but it is {self.variant}.",
-        )
-        require(
-            self.variant in ("shampoo", "m") or self.orthogonality_every is None,
-            f"optimizer.orthogonality_every={self.orthogonality_every} needs optimizer.variant "
-            f"shampoo or m, which orthogonalise, but it is {self.variant}.",
         )
 
     def rule_of(self, kind: Kind) -> UpdateRule:

@@ -315,6 +315,7 @@ def to_dict(config: Any) -> Any:
 
 _REMOVED = {
     "hellaswag_too_long": "export it with the code that wrote it, and go on by --init-from",
+    "orthogonality_every": "nothing measures it now; start anew, by --init-from from its weights",
 }
 """Fields of older records, and the way out for a record that uses one."""
 

@@ -134,7 +134,7 @@ class Parameters:
         names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
 
         def split(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
-            if not spec.is_matrix or "qkv" not in axes or spec.split or spec.unfold:
+            if not spec.is_matrix or "qkv" not in axes or spec.split:
                 return spec
             split_axes = tuple(axis for axis in spec.inner if axes[axis] in names)
             return dataclasses.replace(spec, split=split_axes)

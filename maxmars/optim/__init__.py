@@ -25,8 +25,6 @@ from maxmars.optim._matrices import MatrixSpec, describe, resolve_specs
 from maxmars.optim._newton_schulz import COEFFICIENTS, newton_schulz
 from maxmars.optim._orthogonalize import (
     Assignment,
-    ScaleByOrthogonalizationState,
-    orthogonality_error,
     orthogonalize,
     plan_orthogonalization,
     scale_by_orthogonalization,
@@ -48,7 +46,6 @@ __all__ = [
     "CorrectedEmaState",
     "MatrixSpec",
     "ScaleByAmsgradState",
-    "ScaleByOrthogonalizationState",
     "ScaleBySoapState",
     "ScaleBySophiaState",
     "clip_by_matrix_norm",
@@ -62,7 +59,6 @@ __all__ = [
     "needs_sampled_grads",
     "newton_schulz",
     "on_whole_matrices",
-    "orthogonality_error",
     "orthogonalize",
     "plan_orthogonalization",
     "resolve_specs",

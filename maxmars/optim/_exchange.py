@@ -13,7 +13,7 @@ tree of them.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 from jaxtyping import Array, Float
 
-from maxmars.optim._matrices import MatrixSpec, named_leaves, resolve_specs, unfolded
+from maxmars.optim._matrices import MatrixSpec, named_leaves, resolve_specs
 
 Axes = tuple[str, ...]
 """Mesh axes."""
@@ -47,7 +47,7 @@ class Stack:
     #
     #   cuts        (("fsdp",), (), ("tensor",), ())
     #   stack (1,)  rows (0,)  cols (2, 3)            three matrices of 768 x 768
-    #   local_view  [192, 3, 6, 64]                   of a device; to_stack: [3, 192, 384]
+    #   local_shape [192, 3, 6, 64]                   of a device; to_stack: [3, 192, 384]
     #   pieces      (("fsdp",), ("tensor",), ())      of rows, heads and head_dim
     #   owners      8, of which three get a matrix: to_owners: [1, 768, 768]
     name: str
@@ -55,8 +55,6 @@ class Stack:
     mesh: AnyMesh | None
     shape: tuple[int, ...]
     """Of the array."""
-    unfold: tuple[tuple[int, int], ...] = ()
-    """What makes the array's view, of whose axes the rest is said; see `MatrixSpec.unfold`."""
     cuts: tuple[Axes, ...]
     """For each axis, the mesh axes of more than one device that cut it."""
     stack: tuple[int, ...]
@@ -67,22 +65,15 @@ class Stack:
     """Mesh axes along which devices hold the same and are owners nevertheless."""
 
     @property
-    def view(self) -> tuple[int, ...]:
-        """The shape of the array's view."""
-        return unfolded(self.shape, self.unfold)
-
-    @property
-    def local_view(self) -> tuple[int, ...]:
-        """The shape of the view of a device's shard."""
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of a device's shard."""
         counts = [num_devices(names, self.mesh) for names in self.cuts]
-        return tuple(size // count for size, count in zip(self.view, counts, strict=True))
+        return tuple(size // count for size, count in zip(self.shape, counts, strict=True))
 
     @property
     def partition(self) -> PartitionSpec:
         """Of the array, without mesh axes of one device."""
-        # Behind an unfolded axis the view has one more, of the entries of a block, which is whole.
-        inside = {axis + 1 for axis, _ in self.unfold}
-        return PartitionSpec(*(c or None for i, c in enumerate(self.cuts) if i not in inside))
+        return PartitionSpec(*(names or None for names in self.cuts))
 
     @property
     def pieces(self) -> tuple[Axes, ...]:
@@ -98,41 +89,37 @@ class Stack:
         """The mesh axes that cut these axes, sorted."""
         return tuple(sorted(itertools.chain(*(self.cuts[axis] for axis in axes))))
 
-    def sizes(self, view: tuple[int, ...]) -> tuple[int, int, int]:
-        """Number, rows and columns of the matrices in (a shard of) the array of this view."""
+    def sizes(self, shape: tuple[int, ...]) -> tuple[int, int, int]:
+        """Number, rows and columns of the matrices in (a shard of) the array of this shape."""
         stack, rows, cols = (
-            math.prod(view[axis] for axis in axes) for axes in (self.stack, self.rows, self.cols)
+            math.prod(shape[axis] for axis in axes) for axes in (self.stack, self.rows, self.cols)
         )
         return stack, rows, cols
 
     def to_stack(self, x: jax.Array) -> Float[Array, "stack rows cols"]:
         """The (pieces of) matrices of (a shard of) the array."""
-        x = x.reshape(unfolded(x.shape, self.unfold))
         sizes = self.sizes(x.shape)
         return x.transpose(*self.stack, *self.rows, *self.cols).reshape(sizes)
 
     def from_stack(self, y: Float[Array, "stack rows cols"], shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `to_stack`; `shape` is that of the shard."""
-        view, order = unfolded(shape, self.unfold), (*self.stack, *self.rows, *self.cols)
-        y = y.reshape([view[axis] for axis in order])
-        return y.transpose(np.argsort(order)).reshape(shape)
+        order = (*self.stack, *self.rows, *self.cols)
+        return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 
     def to_owners(self, x: jax.Array) -> Float[Array, "own rows cols"]:
         """From a device's shard of the array to the whole matrices that it owns, then zeros."""
-        view = unfolded(x.shape, self.unfold)
+        piece = [x.shape[axis] for axis in (*self.rows, *self.cols)]
         x = self.to_stack(x)
         # Every owner gets the same number of matrices: 3 over 8 owners are padded to 8.
         x = pad_axis(x, 0, -(-len(x) // self.owners) * self.owners)
-        x = x.reshape(len(x), *(view[axis] for axis in (*self.rows, *self.cols)))
-        x = to_owners(x, self.pieces, self.copies)
-        return x.reshape(len(x), *self.sizes(self.view)[1:])
+        x = to_owners(x.reshape(len(x), *piece), self.pieces, self.copies)
+        return x.reshape(len(x), *self.sizes(self.shape)[1:])
 
     def from_owners(self, y: Float[Array, "own rows cols"], shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `to_owners`; `shape` is that of the device's shard."""
-        view = unfolded(shape, self.unfold)
-        piece = [view[axis] for axis in (*self.rows, *self.cols)]
+        piece = [shape[axis] for axis in (*self.rows, *self.cols)]
         y = from_owners(y, self.pieces, piece, self.copies)
-        sizes = self.sizes(view)
+        sizes = self.sizes(shape)
         return self.from_stack(y[: sizes[0]].reshape(sizes), shape)
 
 
@@ -176,11 +163,8 @@ def _stack_of(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, blo
             f"the partition of {name} names {', '.join(map(repr, absent))}, which the mesh does "
             f"not have; it has {', '.join(map(str, known))}."
         )
-    shape = spec.view(array.shape)
+    shape = tuple(array.shape)
     cuts = [tuple(axis for axis in names if num_devices((axis,), mesh) > 1) for names in cuts]
-    for axis, _ in spec.unfold:
-        if shape[axis] % num_devices(cuts[axis], mesh):
-            cuts[axis] = ()  # blocks are whole on a device: it gets all of them
     counts = tuple(num_devices(names, mesh) for names in cuts)
     if any(size % count for size, count in zip(shape, counts, strict=True)):
         raise ValueError(
@@ -190,34 +174,12 @@ def _stack_of(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, blo
     return Stack(
         name=name,
         mesh=mesh,
-        shape=tuple(array.shape),
-        unfold=spec.unfold,
+        shape=shape,
         cuts=tuple(cuts),
         stack=spec.stack if blocks else spec.batch,
         rows=spec.block_rows if blocks else spec.rows,
         cols=spec.block_cols if blocks else spec.cols,
     )
-
-
-def viewed(x: jax.Array, spec: MatrixSpec) -> jax.Array:
-    """The array with its axes unfolded, also over Explicit axes, where each shard of it has whole
-    blocks then."""
-    if not spec.unfold:
-        return x
-    mesh = mesh_of([x])
-    if mesh is None:
-        return x.reshape(spec.view(x.shape))
-    stack = _stack_of("", x, replace(spec, partition=None), mesh, blocks=False)
-    sharding = NamedSharding(mesh, PartitionSpec(*(names or None for names in stack.cuts)))
-    return jax.lax.reshape(x, stack.view, out_sharding=sharding)
-
-
-def folded(y: jax.Array, x: jax.Array) -> jax.Array:
-    """The inverse of `viewed(x, spec)`."""
-    if y.shape == x.shape:
-        return y
-    explicit = mesh_of([x]) is not None
-    return jax.lax.reshape(y, x.shape, out_sharding=jax.typeof(x).sharding if explicit else None)
 
 
 def known_partition(array: Any) -> PartitionSpec | None:
@@ -242,10 +204,8 @@ def _sharding(array: Any) -> NamedSharding | None:
 
 
 def entries_of(partition: PartitionSpec, spec: MatrixSpec) -> list[Axes]:
-    """The mesh axes of each axis of an array's view; blocks are whole."""
+    """The mesh axes of each axis of an array."""
     entries = [*partition, *[None] * (spec.ndim - len(partition))]
-    for axis, _ in spec.unfold:
-        entries.insert(axis + 1, None)
     return [(e,) if isinstance(e, str) else tuple(e or ()) for e in entries]
 
 

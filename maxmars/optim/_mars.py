@@ -35,7 +35,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.optim._exchange import folded, viewed
 from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs, warn_without_specs
 from maxmars.optim._newton_schulz import Coefficients
 from maxmars.optim._orthogonalize import scale_by_orthogonalization
@@ -191,15 +190,14 @@ def clip_by_matrix_norm(
 
         def norm(c: jax.Array, spec: MatrixSpec) -> jax.Array:
             axes = spec.inner if c.ndim else ()
-            return jnp.sqrt(jnp.sum(jnp.square(viewed(c, spec)), axis=axes, keepdims=True))
+            return jnp.sqrt(jnp.sum(jnp.square(c), axis=axes, keepdims=True))
 
-        def clip(c: jax.Array, n: jax.Array, spec: MatrixSpec) -> jax.Array:
-            return folded(viewed(c, spec) * (threshold / jnp.maximum(n, threshold)), c)
+        def clip(c: jax.Array, n: jax.Array) -> jax.Array:
+            return c * (threshold / jnp.maximum(n, threshold))
 
         wide = widened(updates)  # the square of 300 is infinite in float16
-        specs = resolve_specs(matrix_specs, updates)
-        norms = jax.tree.map(norm, wide, specs)
-        clipped = jax.tree.map(clip, wide, norms, specs)
+        norms = jax.tree.map(norm, wide, resolve_specs(matrix_specs, updates))
+        clipped = jax.tree.map(clip, wide, norms)
         leaves = jax.tree.leaves(norms)
         longer = sum((jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0))
         share = longer / max(1, sum(n.size for n in leaves))
@@ -453,7 +451,6 @@ def mars(
     ns_eps: Scalar | None = None,
     ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "default",
-    orthogonality_every: int | jax.Array | None = None,
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -499,8 +496,6 @@ def mars(
       ns_eps: added to the norm before Newton-Schulz; None is `eps` in shampoo and 1e-7 in m.
       ns_dtype: dtype of the operands of Newton-Schulz and of its traffic.
       ns_scale: "spectral", "rms" or None after Newton-Schulz; "default" is that of the variant.
-      orthogonality_every: in shampoo and m, measure how orthogonal the result is in the first of so
-        many updates, into the state's `orthogonality_error`; None never does.
       mesh: device mesh of the parameters; `MatrixSpec.partition` then says how each is split.
       ownership_axes: mesh axes over which whole matrices are dealt out, see
         `plan_orthogonalization`.
@@ -515,11 +510,6 @@ def mars(
     specs = default_specs if matrix_specs is None else matrix_specs
     if amsgrad and variant != "adamw":
         raise ValueError(f"amsgrad=True needs variant='adamw', but it is {variant!r}.")
-    if orthogonality_every is not None and not orthogonalizes:
-        raise ValueError(
-            f"orthogonality_every={orthogonality_every} needs variant='shampoo' or 'm', which "
-            f"orthogonalise, but it is {variant!r}."
-        )
     corrected = _corrected(b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, specs)
     adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)
     if memory_efficient:
@@ -547,7 +537,6 @@ def mars(
                 eps=ns_eps * (1 - b1) if variant == "shampoo" else ns_eps,
                 dtype=ns_dtype,
                 scale=ns_scale,
-                measure_every=orthogonality_every,
                 mesh=mesh,
                 ownership_axes=ownership_axes,
             )
@@ -617,7 +606,6 @@ def muon(
     ns_eps: Scalar | None = None,
     ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "spectral",
-    orthogonality_every: int | jax.Array | None = None,
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -665,7 +653,6 @@ def muon(
         ns_eps=ns_eps,
         ns_dtype=ns_dtype,
         ns_scale=ns_scale,
-        orthogonality_every=orthogonality_every,
         mesh=mesh,
         ownership_axes=ownership_axes,
     )
@@ -692,7 +679,6 @@ def moonlight(
     ns_eps: Scalar | None = None,
     ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "rms",
-    orthogonality_every: int | jax.Array | None = None,
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -721,7 +707,6 @@ def moonlight(
         ns_eps=ns_eps,
         ns_dtype=ns_dtype,
         ns_scale=ns_scale,
-        orthogonality_every=orthogonality_every,
         mesh=mesh,
         ownership_axes=ownership_axes,
     )

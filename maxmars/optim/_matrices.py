@@ -28,10 +28,6 @@ class MatrixSpec:
     `split` cuts each matrix into blocks that are orthogonalised by themselves, while every other
     rule still sees the whole matrix. For the fused projection above: `()` keeps it whole, `(2,)`
     makes three blocks (queries, keys, values), `(2, 3)` makes three for each head.
-
-    `unfold` takes an axis of the parameter for two, where blocks lie one after another in it. The
-    kernel of a convolution in g groups, [height, width, in / g, out], is g matrices; each has n =
-    out / g entries of the last axis: `unfold=((3, n),), batch=(3,), rows=(0, 1, 2), cols=(4,)`.
     """
 
     batch: tuple[int, ...] = ()
@@ -49,10 +45,6 @@ class MatrixSpec:
     padding: int = 0
     """How many entries at the end of the output axis are padding, such as tokens that fill up a
     vocabulary. The factor of an orthogonalised matrix's shape leaves them out."""
-    unfold: tuple[tuple[int, int], ...] = ()
-    """Pairs (axis, size), rising: at `axis` are two in place of one, the blocks of `size` entries
-    and the entries of a block. All numbers of axes here are those after it; `partition` has an
-    entry for each axis of the parameter itself."""
 
     def __post_init__(self) -> None:
         """Reject axes that stand twice, are missing or cannot be split."""
@@ -74,22 +66,9 @@ class MatrixSpec:
                 f"split={self.split} of {self} leaves no rows or no cols in a block; keep at least "
                 "one axis of each out of split."
             )
-        unfolded = [axis for axis, _ in self.unfold]
-        inside = all(0 <= axis < len(axes) - 1 for axis in unfolded)
-        if (
-            not inside
-            or unfolded != sorted(set(unfolded))
-            or any(size < 1 for _, size in self.unfold)
-        ):
+        if self.padding and (len(self.cols) > 1 or self.split):
             raise ValueError(
-                f"unfold={self.unfold} of {self} must have pairs (axis, size) of rising axes, each "
-                f"with the next one among the {len(axes)} of batch, rows and cols, and a positive "
-                "size."
-            )
-        if self.padding and (len(self.cols) > 1 or self.split or self.unfold):
-            raise ValueError(
-                f"padding={self.padding} of {self} needs a single axis in cols, no split and no "
-                "unfold."
+                f"padding={self.padding} of {self} needs a single axis in cols and no split."
             )
         if self.partition is not None and len(self.partition) > self.ndim:
             raise ValueError(
@@ -132,18 +111,7 @@ class MatrixSpec:
     @property
     def ndim(self) -> int:
         """Number of axes of the parameter."""
-        return len(self.batch) + len(self.inner) - len(self.unfold)
-
-    def view(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of the parameter, or of a shard in whole blocks, with its axes unfolded."""
-        return unfolded(shape, self.unfold)
-
-
-def unfolded(shape: tuple[int, ...], unfold: tuple[tuple[int, int], ...]) -> tuple[int, ...]:
-    """See `MatrixSpec.unfold`."""
-    for axis, size in unfold:
-        shape = (*shape[:axis], shape[axis] // size, size, *shape[axis + 1 :])
-    return tuple(shape)
+        return len(self.batch) + len(self.inner)
 
 
 def default_specs(params: Any) -> Any:
@@ -267,11 +235,6 @@ def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
             f"{spec} describes {spec.ndim} axes, but its parameter has shape {param.shape}; "
             "name each of its axes in batch, rows or cols."
         )
-    if math.prod(spec.view(param.shape)) != math.prod(param.shape):
-        raise ValueError(
-            f"unfold={spec.unfold} of {spec} has blocks that do not divide their axis of a "
-            f"parameter of shape {param.shape}."
-        )
     return spec
 
 
@@ -317,9 +280,8 @@ def _matrix(spec: MatrixSpec, shape: tuple[int, ...]) -> str:
     """What is orthogonalised by itself, such as `12 of 768 x 2304`; nothing for vectors."""
     if not spec.is_matrix:
         return ""
-    view = spec.view(shape)
     stack, rows, cols = (
-        math.prod(view[axis] for axis in axes)
+        math.prod(shape[axis] for axis in axes)
         for axes in (spec.stack, spec.block_rows, spec.block_cols)
     )
     return f"{rows} x {cols}" if stack == 1 else f"{stack} of {rows} x {cols}"

@@ -2,9 +2,8 @@
 
 On a mesh whole matrices have owners, which iterate on a batch of equal ones (see `_exchange.py`).
 `plan_orthogonalization` decides who owns what from shapes, `MatrixSpec`s and the mesh;
-`orthogonalize` runs it. Two facts keep it simple. Newton-Schulz commutes with permutations of rows
-and of columns, so an owner may put pieces together in any order that it can undo. And it keeps zero
-columns zero, so a smaller matrix may fill a free slot among wider ones.
+`orthogonalize` runs it. Newton-Schulz commutes with permutations of rows and of columns, so an
+owner may put pieces together in any order that it can undo.
 
 A mesh axis plays one of three roles for a leaf. It cuts its matrices into pieces (then the pieces
 are exchanged over it), or it cuts the stack of matrices (each shard is then planned alike, and
@@ -14,10 +13,9 @@ the results are gathered over it).
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +60,7 @@ class MatrixLeaf:
     @property
     def matrix_shape(self) -> tuple[int, int]:
         """Rows and columns of a matrix, turned over."""
-        return self.stack.sizes(self.stack.view)[1:]
+        return self.stack.sizes(self.stack.shape)[1:]
 
     def factor(self, scale: str | None) -> float:
         """What `scale` multiplies an orthogonal matrix of this shape by."""
@@ -72,7 +70,7 @@ class MatrixLeaf:
 
 
 def _matrix_leaf(index: int, array: Any, spec: MatrixSpec, stack: Stack) -> MatrixLeaf:
-    _, height, width = stack.sizes(stack.view)
+    _, height, width = stack.sizes(stack.shape)
     if height > width or (height == width and _turn_square(spec, array)):
         stack = replace(stack, rows=stack.cols, cols=stack.rows)
     return MatrixLeaf(index=index, stack=stack, inputs=height, outputs=width - spec.padding)
@@ -99,18 +97,15 @@ def _turn_square(spec: MatrixSpec, array: Any) -> bool:
 DEFAULT_OWNERSHIP_AXES = ("fsdp", "tensor")
 _STEPS = 5  # of the FLOPs in the printed table
 _ITEMSIZE = 2  # bytes of a bfloat16, in which the matrices travel
-# A matrix may fill a slot up to so many times its own width: D x D one of D x 4D, but nothing of a
-# model's interior that of an embedding table.
-_MAX_WIDENING = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Matrices that travel together and are iterated on together."""
+    """Equal matrices, which travel together and are iterated on together."""
 
     rows: int
     cols: int
-    """Shape of a slot, rows <= cols; narrower matrices get zero columns."""
+    """Shape of a matrix, rows <= cols."""
     cuts: tuple[Axes, Axes]
     """The mesh axes that cut rows and columns, over which pieces are exchanged."""
     copies: Axes
@@ -231,13 +226,10 @@ def plan_orthogonalization(
     mesh = mesh_of(arrays) if mesh is None else mesh
     owned = _ownership_axes(mesh, ownership_axes, stacks.values())
     leaves = tuple(_matrix_leaf(i, arrays[i], specs[i], stack) for i, stack in stacks.items())
-    # Filling free slots splits leaves, so it must save some.
-    assignments = [_groups(leaves, mesh, owned, widening) for widening in (1, _MAX_WIDENING)]
-    groups = min(assignments, key=lambda groups: sum(group.padded_elements for group in groups))
     return Assignment(
         num_leaves=len(arrays),
         leaves=leaves,
-        groups=groups,
+        groups=_groups(leaves, mesh, owned),
         mesh=mesh,
         max_batch_bytes=max_batch_bytes,
     )
@@ -257,47 +249,33 @@ def _ownership_axes(
     return tuple(name for name in names if name in {*axes, *cutting})
 
 
-def _groups(
-    leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, owned: Axes, widening: int
-) -> tuple[Group, ...]:
-    """Rounds in which each owner gets one matrix, wide matrices first; those of one width are a
-    group. A round may take matrices that are up to `widening` times narrower than its widest."""
+def _groups(leaves: Sequence[MatrixLeaf], mesh: AnyMesh | None, owned: Axes) -> tuple[Group, ...]:
+    """A group for each shape of matrices and each way in which they are cut."""
     alike: dict[Any, list[int]] = {}
     for index, leaf in enumerate(leaves):
         stack = leaf.stack
         cuts = tuple(map(stack.cut_by, (stack.stack, stack.rows, stack.cols)))
         copies = {name for name in owned if num_devices((name,), mesh) > 1}
         copies = tuple(sorted(copies - {*itertools.chain(*cuts)}))
-        alike.setdefault((leaf.matrix_shape[0], cuts, copies), []).append(index)
+        alike.setdefault((leaf.matrix_shape, cuts, copies), []).append(index)
     groups = []
-    for (rows, (stacked, *cuts), copies), indices in alike.items():
+    for ((rows, cols), (stacked, *cuts), copies), indices in alike.items():
         owners = num_devices((*itertools.chain(*cuts), *copies), mesh)
-        queue = [
-            (leaves[index].matrix_shape[1], index)
-            for index in sorted(indices, key=lambda index: -leaves[index].matrix_shape[1])
-            for _ in range(leaves[index].stack.sizes(leaves[index].stack.local_view)[0])
-        ]
-        rounds: dict[int, list[list[int]]] = {}
-        start = 0
-        while start < len(queue):
-            width, chosen = queue[start][0], queue[start : start + owners]
-            taken = [index for cols, index in chosen if width <= widening * cols]
-            rounds.setdefault(width, []).append(taken)
-            start += len(taken)
-        groups += [
+        stacks = [leaves[index].stack for index in indices]
+        counts = [stack.sizes(stack.local_shape)[0] for stack in stacks]
+        groups.append(
             Group(
                 rows=rows,
-                cols=width,
+                cols=cols,
                 cuts=(cuts[0], cuts[1]),
                 copies=copies,
                 owners=owners,
                 num_copies=num_devices(copies, mesh),
                 num_shards=num_devices(stacked, mesh),
-                per_owner=len(taken),
-                members=tuple(Counter(itertools.chain(*taken)).items()),
+                per_owner=-(-sum(counts) // owners),
+                members=tuple(zip(indices, counts, strict=True)),
             )
-            for width, taken in rounds.items()
-        ]
+        )
     return tuple(sorted(groups, key=lambda group: group.rows * group.cols, reverse=True))
 
 
@@ -308,15 +286,6 @@ Iteration = Callable[[jax.Array], jax.Array]
 SCALES = ("spectral", "rms", None)
 
 
-class ScaleByOrthogonalizationState(NamedTuple):
-    """State of `scale_by_orthogonalization` where it measures."""
-
-    count: jax.Array
-    """Number of updates, int32."""
-    orthogonality_error: jax.Array
-    """The last one measured, see `orthogonality_error`."""
-
-
 def scale_by_orthogonalization(
     matrix_specs: Any = None,
     *,
@@ -325,7 +294,6 @@ def scale_by_orthogonalization(
     eps: Scalar = 1e-7,
     dtype: Any = "bfloat16",
     scale: str | None = "spectral",
-    measure_every: int | jax.Array | None = None,
     mesh: AnyMesh | None = None,
     ownership_axes: Sequence[str] | None = None,
 ) -> optax.GradientTransformation:
@@ -334,15 +302,13 @@ def scale_by_orthogonalization(
     Args:
       matrix_specs: `MatrixSpec`s, see `resolve_specs`.
       steps, coefficients, eps, dtype, scale: see `orthogonalize`.
-      measure_every: measure `orthogonality_error` in the first of so many updates, into the state;
-        None never does, and keeps no state.
       mesh, ownership_axes: see `plan_orthogonalization`.
 
     Raises:
       ValueError: an argument is unknown or out of range, or a partition does not fit the mesh.
     """
     check_choice("ns_scale", scale, SCALES)
-    check_numbers("be positive", ns_steps=steps, ns_eps=eps, orthogonality_every=measure_every)
+    check_numbers("be positive", ns_steps=steps, ns_eps=eps)
     check_ns_dtype(dtype)
     check_is_mesh(mesh)
     triples_of(coefficients, steps)
@@ -350,9 +316,7 @@ def scale_by_orthogonalization(
     def init_fn(params: Tree) -> Any:
         resolve_specs(matrix_specs, params)  # raises here rather than in the first step
         warn_without_specs(matrix_specs, params)
-        if measure_every is None:
-            return optax.EmptyState()
-        return ScaleByOrthogonalizationState(jnp.zeros([], jnp.int32), jnp.zeros([]))
+        return optax.EmptyState()
 
     def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
         del params
@@ -368,16 +332,7 @@ def scale_by_orthogonalization(
             dtype=dtype,
             scale=scale,
         )
-        if measure_every is None:
-            return directions, state
-        error = jax.lax.cond(
-            state.count % measure_every == 0,
-            lambda directions: orthogonality_error(directions, assignment, scale=scale),
-            lambda _: state.orthogonality_error,
-            directions,
-        )
-        count = jnp.asarray(optax.safe_increment(state.count))
-        return directions, ScaleByOrthogonalizationState(count, error)
+        return directions, state
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -428,43 +383,6 @@ def orthogonalize(
     return jax.tree.unflatten(treedef, leaves)
 
 
-def orthogonality_error(directions: Any, assignment: Assignment, *, scale: str | None) -> jax.Array:
-    """How far the matrices of `orthogonalize`'s result are from semi-orthogonal ones.
-
-    Of a matrix O with k rows or columns, whichever are fewer, it is ‖O Oᵀ − I‖_F / √k: 0 for
-    orthonormal rows, about 0.3 after five steps of "keller", 1 for a zero matrix. It moves every
-    matrix in float32, and so costs more than `orthogonalize`: measure now and then.
-
-    Args:
-      directions: what `orthogonalize` returned.
-      assignment: the one it was given.
-      scale: the scale it was given; it is divided out.
-
-    Returns:
-      The root mean square over all matrices, float32 []; zero if there are none.
-    """
-
-    def squared_error(x: Float[Array, "count rows cols"]) -> Float[Array, "count rows cols"]:
-        # ‖O Oᵀ − I‖² − k, in the first entry of each matrix, so that it travels home with it.
-        # Padding is zero and adds nothing; rows <= cols, and only columns are padded.
-        gram = jnp.matmul(x, x.mT, precision=jax.lax.Precision.HIGHEST)
-        error = jnp.sum(jnp.square(gram), axis=(1, 2)) - 2 * jnp.sum(jnp.square(x), axis=(1, 2))
-        return jnp.zeros_like(x).at[:, 0, 0].set(error)
-
-    leaves = jax.tree.leaves(directions)
-    factors = [leaf.factor(scale) for leaf in assignment.leaves]
-    unscaled = list(leaves)
-    for leaf, factor in zip(assignment.leaves, factors, strict=True):
-        unscaled[leaf.index] = leaves[leaf.index].astype(jnp.float32) / factor
-    total, count = jnp.zeros([]), 0
-    _, results = _apply(unscaled, assignment, squared_error, jnp.float32)
-    for leaf, result in zip(assignment.leaves, results, strict=True):
-        num_matrices = leaf.stack.sizes(leaf.stack.view)[0]
-        total += jnp.sum(result) / min(leaf.matrix_shape) + num_matrices
-        count += num_matrices
-    return jnp.sqrt(jnp.maximum(total, 0) / max(count, 1))
-
-
 def _apply(
     leaves: Sequence[Any], assignment: Assignment, function: Iteration, dtype: Any
 ) -> tuple[list[jax.Array], Sequence[jax.Array]]:
@@ -510,24 +428,17 @@ def _on_mesh(
     def local(blocks: Sequence[jax.Array]) -> list[jax.Array]:
         pairs = zip(blocks, assignment.leaves, strict=True)
         stacks = [leaf.stack.to_stack(block.astype(dtype)) for block, leaf in pairs]
-        widths = [stack.shape[2] for stack in stacks]
-        done: list[list[jax.Array]] = [[] for _ in stacks]
         for group in assignment.groups:
-            taken = []
-            for leaf, count in group.members:
-                taken.append(stacks[leaf][:count])
-                stacks[leaf] = stacks[leaf][count:]
-            width = max(x.shape[2] for x in taken)
-            x = pad_axis(jnp.concatenate([pad_axis(x, 2, width) for x in taken]), 0, group.slots)
+            x = jnp.concatenate([stacks[leaf] for leaf, _ in group.members])
+            x = pad_axis(x, 0, group.slots)
             own = to_owners(x, group.cuts, group.copies)
             y = _iterate(own, iteration, assignment.max_batch_bytes, dtype)
             y = from_owners(y, group.cuts, x.shape[1:], group.copies)
             for leaf, count in group.members:
-                done[leaf].append(y[:count, :, : widths[leaf]])
-                y = y[count:]
+                stacks[leaf], y = y[:count], y[count:]
         return [
-            leaf.stack.from_stack(jnp.concatenate(matrices), block.shape)
-            for matrices, leaf, block in zip(done, assignment.leaves, blocks, strict=True)
+            leaf.stack.from_stack(stack, block.shape)
+            for stack, leaf, block in zip(stacks, assignment.leaves, blocks, strict=True)
         ]
 
     return on_mesh(local, [leaf.stack for leaf in assignment.leaves], matrices)

@@ -152,8 +152,7 @@ def scale_by_soap(
     def sides(x: Any, spec: MatrixSpec) -> tuple[bool, bool]:
         if not spec.is_matrix or not x.size:
             return False, False
-        shape = spec.view(x.shape)
-        rows, cols = (math.prod(shape[i] for i in axes) for axes in (spec.rows, spec.cols))
+        rows, cols = (math.prod(x.shape[i] for i in axes) for axes in (spec.rows, spec.cols))
         return rows <= limit, cols <= limit
 
     def zeros(param: Any, stacks: Stacks | None) -> ScaleBySoapState:
@@ -491,16 +490,11 @@ def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
     #   needs them. Only gradients and updates travel.
     # * else, with 10 layers: m and v like the gradient, L, R and the bases cut over fsdp on their
     #   rows, if these divide ("divided"), or whole on every device. All travel to the owners.
-    mesh, view, cuts = grads.mesh, grads.view, grads.cuts
+    mesh, cuts = grads.mesh, grads.cuts
     axes = tuple(itertools.chain(*grads.pieces))
     # Where the owners divide the stack, the state stays with them between steps: then it is an
     # array that is cut along the stack's axis, which any mesh can restore.
-    within_blocks = {axis + 1 for axis, _ in grads.unfold}
-    stays = (
-        len(grads.stack) == 1
-        and grads.stack[0] not in within_blocks
-        and grads.local_view[grads.stack[0]] % grads.owners == 0
-    )
+    stays = len(grads.stack) == 1 and grads.local_shape[grads.stack[0]] % grads.owners == 0
     moment, batch = grads, [cuts[axis] for axis in grads.stack]
     if stays:
         batch = [(*batch[0], *axes)]
@@ -511,14 +505,14 @@ def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
         """Of a Gram matrix or basis: with the owners, else cut, else copied."""
         if not sides[side]:
             return None
-        size = grads.sizes(view)[1 + side]
+        size = grads.sizes(grads.shape)[1 + side]
         # The first mesh axis cuts the rows of the square, the others its columns.
         pieces = ((), ()) if stays else (axes[:1], axes[1:])
         divided = all(size % num_devices(names, mesh) == 0 for names in pieces)
         return Stack(
             name=grads.name,
             mesh=mesh,
-            shape=(*(view[axis] for axis in grads.stack), size, size),
+            shape=(*(grads.shape[axis] for axis in grads.stack), size, size),
             cuts=(*batch, *(pieces if divided else ((), ()))),
             stack=tuple(range(len(batch))),
             rows=(len(batch),),

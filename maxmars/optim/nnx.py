@@ -15,6 +15,7 @@ for batch in batches:
 
 import dataclasses
 import fnmatch
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -44,8 +45,8 @@ def matrix_specs_of(
     Known are Flax NNX's linear, attention, convolution, embedding and norm layers. The default of
     the optimizers (each 2-D leaf is a matrix) would take the kernels of attention [width, heads,
     head_dim] and convolutions for vectors, and the biases of attention [heads, head_dim] for
-    matrices. A convolution in groups is a matrix for each group, and a depthwise one is a vector. A
-    parameter of your own with more than one axis says what it is:
+    matrices. The kernel of a convolution in groups is a vector, which AdamW takes. A parameter of
+    your own with more than one axis says what it is:
 
     ```python
     self.mix = nnx.Param(values, matrix_spec=MatrixSpec(rows=(0,), cols=(1,)))
@@ -127,15 +128,22 @@ def matrix_specs_of(
 
 
 def given_specs(model: Any, wrt: Any = nnx.Param) -> dict[tuple[Any, ...], MatrixSpec | None]:
-    """What no names of axes could tell, by path: the metadata `matrix_spec` of parameters, and the
-    kernels of convolutions in groups. None is a vector."""
+    """What no names of axes could tell, by path: the metadata `matrix_spec` of parameters, None
+    for a vector, and that the kernels of convolutions in groups are vectors."""
     specs = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, wrt)):
         metadata, layer = variable.get_metadata(), _layer(model, path)
         if "matrix_spec" in metadata:
             specs[path] = metadata["matrix_spec"]
         elif path[-1] == "kernel" and isinstance(layer, _CONVOLUTIONS) and _groups(layer) > 1:
-            specs[path] = _convolution(layer)
+            if _groups(layer) < layer.in_features:  # a depthwise one has nothing of a matrix
+                warnings.warn(
+                    f"{'.'.join(map(str, path))} is the kernel of a convolution in "
+                    f"{_groups(layer)} groups, which is no matrix: AdamW takes it, unless it has a "
+                    "MatrixSpec of its own (overrides, or the variable's matrix_spec).",
+                    stacklevel=2,
+                )
+            specs[path] = _vector(len(layer.kernel_size) + 2)
     return specs
 
 
@@ -181,20 +189,10 @@ def _groups(layer: Any) -> int:
 
 
 def _convolution(layer: Any) -> MatrixSpec:
-    """The kernel [*space, in / groups, out], or [*space, out / groups, in] where it is transposed;
-    the last axis has a block for each group."""
-    groups = _groups(layer)
-    transposed = getattr(layer, "transpose_kernel", False)
+    """The kernel [*space, in, out], or [*space, out, in] where it is transposed."""
     *space, inner, last = range(len(layer.kernel_size) + 2)
-    if groups == 1:
-        batch, unfold = (), ()
-    elif layer.in_features == groups:  # depthwise: a few numbers for each channel
-        return _vector(last + 1)
-    else:
-        size = (layer.in_features if transposed else layer.out_features) // groups
-        batch, unfold, last = (last,), ((last, size),), last + 1
-    rows, cols = (last, inner) if transposed else (inner, last)
-    return MatrixSpec(batch=batch, rows=(*space, rows), cols=(cols,), unfold=unfold)
+    rows, cols = (last, inner) if getattr(layer, "transpose_kernel", False) else (inner, last)
+    return MatrixSpec(rows=(*space, rows), cols=(cols,))
 
 
 def _matrix(batch: int, rows: int, cols: int) -> MatrixSpec:
@@ -228,5 +226,4 @@ def stacked(spec: MatrixSpec, ndim: int) -> MatrixSpec:
         cols=shifted(spec.cols),
         split=shifted(spec.split),
         partition=partition,
-        unfold=tuple((axis + extra, size) for axis, size in spec.unfold),
     )

@@ -345,8 +345,7 @@ class TrainStep:
           * `train/skip_reason`: why it was not, the index of one of `SKIP_REASONS`;
           * `train/update_rms/KIND` for linear, embedding and vector; 0 where the update was not
             applied;
-          * `train/clip_fraction` of optimizers that clip each matrix, and
-            `train/orthogonality_error` if it is measured;
+          * `train/clip_fraction` of optimizers that clip each matrix;
           * with `log.norms` the array `train/norms` [3, components], which `optimizer.named_norms`
             names: norms of gradients, of parameters after the step, and of updates.
         """
@@ -798,8 +797,7 @@ def _update_metrics(
         size = sum(sizes[component] for component in of) or 1  # a model may have none of a kind
         # JAX takes a Python integer for an int32, which a size of 2^31 or more is not.
         metrics[f"train/update_rms/{kind}"] = jnp.sqrt(total / float(size))
-    for name in ("clip_fraction", "orthogonality_error"):
-        for _, value in optax.tree.get_all_with_path(opt_state, name):
-            if value is not None:
-                metrics.setdefault(f"train/{name}", value)
+    for _, value in optax.tree.get_all_with_path(opt_state, "clip_fraction"):
+        if value is not None:
+            metrics.setdefault("train/clip_fraction", value)
     return metrics

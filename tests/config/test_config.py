@@ -58,7 +58,8 @@ def test_a_config_survives_json(config):
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
     record = to_dict(tiny_config())
     del record["tpu_compiler_options"]  # one from before there was such a field
-    record["eval"]["hellaswag_too_long"] = "cut"  # a removed field, not used
+    record["eval"]["hellaswag_too_long"] = "cut"  # removed fields, not used
+    record["optimizer"]["orthogonality_every"] = None
     assert from_dict(record) == tiny_config()
 
 
@@ -138,6 +139,11 @@ REFUSED = [
     (
         lambda: from_dict({"type": "EvalConfig", "hellaswag_too_long": "leave_out"}),
         "EvalConfig sets hellaswag_too_long",
+        "--init-from",
+    ),
+    (
+        lambda: from_dict({"type": "MarsConfig", "orthogonality_every": 5}),
+        "MarsConfig sets orthogonality_every",
         "--init-from",
     ),
 ]

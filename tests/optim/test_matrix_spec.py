@@ -21,11 +21,6 @@ def test_split_axes_stack_blocks(split, stack, block_cols):
     assert spec.inner == (1, 2, 3, 4)  # what the clip sees
 
 
-def test_an_axis_may_be_unfolded_twice():
-    spec = MatrixSpec(rows=(0,), cols=(1, 2, 3), split=(1, 2), unfold=((1, 8), (2, 2)))
-    assert (spec.ndim, spec.view((4, 24))) == (2, (4, 3, 4, 2))
-
-
 def test_resolving_keeps_split_and_partition():
     spec = MatrixSpec(rows=(0,), cols=(1, 2), split=(1,), partition=PartitionSpec("fsdp"))
     params = {"a": {"x": np.ones((2, 3, 4))}, "b": np.ones(3)}

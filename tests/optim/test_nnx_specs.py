@@ -29,43 +29,7 @@ def specs_of(model):
     return nnx.to_pure_dict(matrix_specs_of(model))
 
 
-class GroupedTranspose(nnx.ConvTranspose):
-    """As Flax's would be with groups, which it lacks."""
-
-    def __init__(self, inputs, outputs, groups, transpose_kernel):
-        super().__init__(inputs, outputs, (3,), transpose_kernel=transpose_kernel, rngs=RNGS)
-        a, b = (outputs, inputs) if transpose_kernel else (inputs, outputs)
-        self.kernel = nnx.Param(jnp.ones((3, a // groups, b)))
-        self.feature_group_count = groups
-
-
-@nnx.vmap
-def stack(rngs):
-    return nnx.Conv(8, 12, (3,), feature_group_count=4, rngs=rngs)
-
-
 LAYERS = {
-    # A group is a convolution of its own, by a block of the kernel's last axis.
-    "in groups": (
-        nnx.Conv(8, 12, (3, 2), feature_group_count=4, rngs=RNGS),
-        MatrixSpec(batch=(3,), rows=(0, 1, 2), cols=(4,), unfold=((3, 3),)),
-        spec(),
-    ),
-    "transposed in groups": (
-        GroupedTranspose(8, 12, 4, transpose_kernel=False),
-        MatrixSpec(batch=(2,), rows=(0, 1), cols=(3,), unfold=((2, 3),)),
-        spec(),
-    ),
-    "transposed kernel in groups": (
-        GroupedTranspose(12, 8, 4, transpose_kernel=True),
-        MatrixSpec(batch=(2,), rows=(0, 3), cols=(1,), unfold=((2, 3),)),
-        spec(),
-    ),
-    "a stack of layers in groups": (
-        stack(nnx.Rngs(0).split(5)),
-        MatrixSpec(batch=(0, 3), rows=(1, 2), cols=(4,), unfold=((3, 3),)),
-        spec(batch=1),
-    ),
     "linear": (nnx.Linear(4, 6, rngs=RNGS), spec(rows=1), spec()),
     "convolution": (nnx.Conv(3, 6, (2, 5), rngs=RNGS), spec(rows=3), spec()),
     "transposed": (nnx.ConvTranspose(3, 6, (2,), rngs=RNGS), spec(rows=2), spec()),
@@ -150,6 +114,25 @@ def test_a_dict_of_layers_may_have_keys_that_are_names_of_its_methods():
             self.heads = nnx.data({"items": nnx.Linear(4, 6, rngs=RNGS)})
 
     assert specs_of(Heads())["heads"]["items"]["kernel"] == spec(rows=1)
+
+
+def test_the_kernel_of_a_convolution_in_groups_is_a_vector_unless_a_spec_says_otherwise():
+    @nnx.vmap
+    def stack(rngs):
+        return nnx.Conv(8, 12, (3,), feature_group_count=4, rngs=rngs)
+
+    with pytest.warns(UserWarning, match="kernel is the kernel of a convolution in 4 groups"):
+        assert specs_of(stack(nnx.Rngs(0).split(5))) == {
+            "kernel": MatrixSpec(batch=(0,), rows=(), cols=(1, 2, 3)),
+            "bias": spec(batch=1),
+        }
+    own = spec(rows=2)
+    said = {"matrix_spec": own}
+    layer = nnx.Conv(8, 12, (3,), feature_group_count=4, kernel_metadata=said, rngs=RNGS)
+    assert specs_of(layer)["kernel"] == own
+    depthwise = nnx.Conv(6, 12, (3,), feature_group_count=6, rngs=RNGS)  # has nothing of a matrix
+    assert not specs_of(depthwise)["kernel"].is_matrix
+    assert specs_of(nnx.Conv(1, 12, (3,), rngs=RNGS))["kernel"].is_matrix
 
 
 def test_metadata_overrules_a_layer():

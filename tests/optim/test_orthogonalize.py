@@ -17,7 +17,6 @@ from maxmars.optim import (
     MatrixSpec,
     newton_schulz,
     on_whole_matrices,
-    orthogonality_error,
     orthogonalize,
     plan_orthogonalization,
 )
@@ -84,36 +83,6 @@ def test_rounds_of_bounded_size_change_nothing(x64):
     assert " while(" in compiled.lower(updates, rounds, dtype="float64").compile().as_text()
     ours, expected = (compiled(updates, plan, dtype="float64") for plan in (rounds, whole))
     assert_trees_close(ours, expected)
-
-
-def plain_orthogonality_error(matrices):
-    """Root mean square of ‖O Oᵀ − I‖ / √k, one matrix at a time."""
-    squares = []
-    for o in matrices:
-        o = np.asarray(o, np.float64)
-        gram = o @ o.T if o.shape[0] <= o.shape[1] else o.T @ o
-        squares.append(np.square(gram - np.eye(len(gram))).sum() / len(gram))
-    return np.sqrt(np.mean(squares))
-
-
-def test_orthogonality_error():
-    updates = random_matrices(3)
-    plan = plan_orthogonalization(updates, specs(), mesh=make_mesh((2, 2, 2)))
-    run = jax.jit(orthogonality_error, static_argnums=1, static_argnames="scale")
-    directions = compiled(updates, plan_orthogonalization(updates, specs()), scale="rms")
-    directions = jax.tree.map(np.asarray, directions)
-    flat = {
-        "c_attn": directions["c_attn"].reshape(3, 16, 48) / (0.2 * np.sqrt(48)),
-        "attn_proj": directions["attn_proj"].reshape(3, 16, 16) / (0.2 * np.sqrt(16)),
-        "c_fc": directions["c_fc"] / (0.2 * np.sqrt(64)),
-        "mlp_proj": directions["mlp_proj"] / (0.2 * np.sqrt(64)),
-    }
-    assert flat.keys() == updates.keys()
-    expected = plain_orthogonality_error([o for stack in flat.values() for o in stack])
-    assert 0.05 < expected < 0.5
-    assert run(directions, plan, scale="rms") == pytest.approx(expected, rel=1e-5)
-    zeros = jax.tree.map(np.zeros_like, directions)
-    assert run(zeros, plan, scale=None) == pytest.approx(1.0)
 
 
 # --- on a mesh -----------------------------------------------------------------------------------
@@ -222,20 +191,18 @@ def abstract(size):
     [
         ((1, 1, 1), XL, 1.0),
         ((2, 8, 1), XL, 1.0),
-        ((1, 64, 1), XL, 11 / 9),  # 32 of the D x 3D fill slots of D x 4D, the D x D the rest
-        ((1, 4, 4), LARGE, 448 / 432),
+        ((1, 64, 1), XL, 4 / 3),  # 48 layers over 64 owners
+        ((1, 4, 4), LARGE, 512 / 432),
     ],
 )
 def test_padding(shape, size, padding):
     mesh = AbstractMesh(shape, gpt2_matrices.AXES)
     plan = plan_orthogonalization(abstract(size), specs(), mesh=mesh)
     assert plan.padded_elements <= padding * plan.elements * (1 + 1e-9)
-    planned = [0] * 4
+    members = [member for group in plan.groups for member in group.members]
+    assert sorted(members) == [(leaf, size["layers"]) for leaf in range(4)]
     for group in plan.groups:
         assert sum(count for _, count in group.members) <= group.slots
-        for leaf, count in group.members:
-            planned[leaf] += count
-    assert planned == [size["layers"]] * 4
     slots = [group.rows * group.cols for group in plan.groups]
     assert slots == sorted(slots, reverse=True)
 

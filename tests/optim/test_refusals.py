@@ -20,7 +20,6 @@ from maxmars.optim import (
     newton_schulz,
     orthogonalize,
     plan_orthogonalization,
-    resolve_specs,
     scale_by_sophia,
     soap,
     sophia,
@@ -41,10 +40,6 @@ def update(tx, **extra):
 
 def masked(tx):
     return optax.masked(tx, lambda params: jax.tree.map(lambda x: x.ndim > 1, params))
-
-
-def unfolded(unfold, **axes):
-    return resolve_specs(MatrixSpec(**axes, unfold=unfold), np.ones((4, 12)))
 
 
 def planned(*partition, shape=(8, 8), **options):
@@ -70,11 +65,9 @@ REFUSED = [
     (lambda: mars(0.1, b2=-0.1), "b2=-0.1"),
     (lambda: mars(0.1, vector_b1=2.0), "vector_b1=2.0"),
     (lambda: mars(0.1, clip_threshold=0.0), "clip_threshold=0.0"),
-    (lambda: mars(0.1, orthogonality_every=5), "orthogonality_every=5", "'adamw'"),
     (lambda: mars(0.1, memory_efficient=True), "memory_efficient=True", "'adamw'"),
     (lambda: mars_m(memory_efficient=True), "memory_efficient=True", "clip_threshold=1.0"),
     (lambda: mars_m(amsgrad=True), "amsgrad=True", "'m'"),
-    (lambda: mars_m(orthogonality_every=0), "orthogonality_every=0"),
     (lambda: mars_m(ns_steps=0), "ns_steps=0"),
     (lambda: mars_m(ns_steps=6, ns_coefficients="cans"), "steps=6", "5 triples", "'cans'"),
     (lambda: mars_m(ns_coefficients="quick"), "'quick'"),
@@ -117,10 +110,6 @@ REFUSED = [
     (lambda: C_ATTN(split=(2, 3, 4)), "split=(2, 3, 4) of"),
     (lambda: C_ATTN(split=(1,)), "split=(1,) of"),
     (lambda: C_ATTN(partition=PartitionSpec(*"abcdef")), "6 entries", "5 axes"),
-    (lambda: unfolded(((1, 4),), rows=(0,), cols=(1,)), "unfold=((1, 4),) of"),
-    (lambda: unfolded(((1, 0),), rows=(0,), cols=(1, 2)), "unfold=((1, 0),) of"),
-    (lambda: unfolded(((2, 2), (1, 4)), rows=(0,), cols=(1, 2, 3)), "unfold=((2, 2), (1, 4)) of"),
-    (lambda: unfolded(((1, 5),), rows=(0,), cols=(1, 2)), "unfold=((1, 5),) of", "(4, 12)"),
     (lambda: mars(0.1, matrix_specs=STACK).init(PARAMS["w"]), "3 axes", "(2, 2)"),
     (lambda: soap(0.1, matrix_specs=STACK).init(PARAMS["w"]), "3 axes", "(2, 2)"),
     (lambda: mars(0.1, matrix_specs={"w": True, "b": None}).init(PARAMS), "True", "(2, 2)"),

@@ -717,10 +717,10 @@ def test_a_parameter_may_say_itself_what_it_is(plain):
     assert Parameters(plain("make")).axes["table"] == ("vocab", "embed")
 
 
-def test_a_convolution_in_groups_is_a_matrix_for_each_and_a_depthwise_one_a_vector(plain):
-    grouped = MatrixSpec(batch=(2,), rows=(0, 1), cols=(3,), unfold=((2, 4),))
-    assert Parameters(plain("in_groups")).specs["extra"]["kernel"] == grouped
+def test_a_convolution_in_groups_is_a_vector(plain):
     vector = MatrixSpec(rows=(), cols=(0, 1, 2))
+    with pytest.warns(UserWarning, match="extra.kernel"):
+        assert Parameters(plain("in_groups")).specs["extra"]["kernel"] == vector
     assert Parameters(plain("depthwise")).specs["extra"]["kernel"] == vector
 
 

@@ -164,7 +164,6 @@ OPTIMIZERS = {
         learning_rate=2e-2,
         ns_dtype="float32",
         own_over_data=True,
-        orthogonality_every=4,
     ),
     "exact": MarsConfig(exact=True),
     "sophia": SophiaConfig(update_hessian_every=3),
@@ -198,10 +197,6 @@ def test_every_mesh_gives_the_losses_of_one_device(optimizer, mesh, capfd):
     rtol = 5e-3 if optimizer == "sophia" else 1e-3
     for ours, theirs in zip(history[:3], one[:3], strict=True):
         np.testing.assert_allclose(ours["train/norms"], theirs["train/norms"], rtol=rtol)
-    if optimizer == "m":
-        error = [[m["train/orthogonality_error"] for m in metrics] for metrics in (history, one)]
-        assert len(set(map(float, error[0]))) == 2  # measured in every fourth step
-        np.testing.assert_allclose(error[0], error[1], rtol=1e-3)
     assert "rematerialization" not in capfd.readouterr().err  # XLA's warning of a bad resharding
 
 
