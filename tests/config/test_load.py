@@ -76,7 +76,6 @@ def test_a_bare_name_means_a_file_of_configs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config("quickstart").name == "quickstart"
     assert load_config("gpt2:size=xl,optimizer=muon").name == "gpt2-xl-muon"
-    assert load_config("ablations:optimizer=gamma_0").name == "compare-tiny-mars-gamma_0"
 
 
 @pytest.mark.parametrize("name", ["quickstart", "compare_tiny"])
@@ -172,7 +171,7 @@ def test_what_is_wrong_with_choices_is_said(write, body, choices, named):
     ("spec", "named"),
     [
         ("quickstrat", ["'quickstrat'", "`quickstart`"]),
-        ("gtp2:size=xl", ["'gtp2'", "ablations, compare_tiny, gpt2, quickstart"]),
+        ("gtp2:size=xl", ["'gtp2'", "compare_tiny, gpt2, quickstart"]),
         ("gpt2.yaml", ["'gpt2.yaml'", "`gpt2`"]),
         ("", ["''"]),
         ("configs/gpt2.yaml:size=xl", ["configs/gpt2.yaml:size=xl", ".py"]),
