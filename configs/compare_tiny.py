@@ -1,7 +1,7 @@
 """Tiny GPT-2s for comparing optimizers on two CPU cores, on the quickstart's text.
 
     maxmars compare compare_tiny --optimizers adamw mars mars_shampoo muon --workdir DIR
-    maxmars compare compare_tiny --sizes 0.3M 1M --workdir DIR      # the six of get_comparison
+    maxmars compare compare_tiny:size=1M --workdir DIR      # the six of get_comparison
     maxmars compare compare_tiny:data=TOKENS --optimizers adamw my_optim.py:make --workdir DIR
 
 Size 0.3M has 0.35M parameters, and takes 1,024 steps of 1,024 tokens a run; 1M has 0.99M, and takes

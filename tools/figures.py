@@ -2,10 +2,10 @@
 
     python tools/figures.py
 
-A page shows FIGURE.png of the report on `.github/results/A` as `.github/figures/A-FIGURE.png`, such
-as `tiny-speed_up.png`, and that of a size as `A-SIZE-FIGURE.png`: `tiny-0.3M-loss_tokens.png`. A
-figure that the rows cannot draw stays as it is; this ends with 1 where one is shown that is neither
-drawn nor there.
+A page shows FIGURE.png of the report on `.github/results/A-B` as `.github/figures/A-B-FIGURE.png`,
+such as `tiny-0.3M-loss_tokens.png`, and that of the report on all `A-*` together as `A-FIGURE.png`:
+`tiny-speed_up.png`. A figure that the rows cannot draw stays as it is; this ends with 1 where one
+is shown that is neither drawn nor there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from PIL import Image
 
 from maxmars.compare.cells import COMPARISON
 from maxmars.compare.report import write_report
-from maxmars.compare.summary import summarize
+from maxmars.compare.summary import Summary, summarize
 
 RESULTS, FIGURES = Path(".github", "results"), Path(".github", "figures")
 COLORS = 64
@@ -55,13 +55,22 @@ def shown(root: Path) -> list[str]:
 
 
 def draw(results: Path) -> dict[str, Path]:
-    """Write the reports of all comparisons; returns their figures by name."""
-    found = {}
+    """Write the reports of each comparison, and of those with the same beginning of their names;
+    returns their figures by name."""
+    found: dict[str, Path] = {}
+    groups: dict[str, dict[str, Summary]] = {}
     for directory in [path.parent for path in results.glob(f"*/{COMPARISON}")]:
-        write_report(summarize(directory), directory)
-        for path in (directory / "figures").rglob("*.png"):
-            parts = path.relative_to(directory / "figures").parts
-            found["-".join([directory.name, *parts])] = path
+        group, dash, name = directory.name.partition("-")
+        groups[directory.name] = {"": summarize(directory)}
+        if dash:
+            groups.setdefault(group, {})[name] = groups[directory.name][""]
+    for name, summaries in groups.items():
+        ordered = dict(sorted(summaries.items(), key=lambda item: item[1].num_parameters))
+        write_report(ordered, results / "reports" / name)
+        found |= {
+            f"{name}-{path.name}": path
+            for path in (results / "reports" / name / "figures").glob("*.png")
+        }
     return found
 
 

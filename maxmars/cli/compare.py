@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import json
-import re
 import shlex
 import sys
 import tempfile
@@ -47,9 +44,10 @@ class CompareArguments(ConfigArguments, SearchConfig):
     of the configs can be changed for all, such as --num-steps 500 or --eval.every 100.
 
     Each combination of contender, setting and seed is an ordinary run in DIR/cells. Finished ones
-    are kept: after Ctrl-C (exit code 75) or a kill the same command continues. With --cells 0/2 and
-    --cells 1/2 two processes or machines share them. DIR gets report.md, report.json and figures;
-    `maxmars compare verify DIR` repeats a result anywhere.
+    are kept: after Ctrl-C (exit code 75) or a kill the same command continues. Any number of
+    processes or machines that give the same command for the same DIR share the runs. DIR gets
+    report.md, tables and figures; `maxmars compare verify DIR` repeats a result anywhere, and
+    `maxmars report DIR DIR` puts comparisons, say of several sizes of the model, into one report.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -76,23 +74,15 @@ class CompareArguments(ConfigArguments, SearchConfig):
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="A B ...")] = ()
     """Values of the config file's choice `optimizer`, each of which makes a contender. That of
     FILE.py:make, whose path is relative to the working directory, is called FILE."""
-    sizes: Annotated[tuple[str, ...], tyro.conf.arg(metavar="A B ...")] = ()
-    """Values of the config file's choice `size`, at each of which all contenders are tuned and
-    compared."""
     learning_rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE ...")] = ()
     """Learning rates that all contenders try first, such as 1e-3 3e-3. Those of none are the
     config's own rate times 1/2, 1, 2 and 4."""
     start_from: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """A finished comparison of the same contenders, say of a smaller model (DIR/SIZE of several):
-    each search begins at the best setting there, with 1/2, 1 and 2 times its learning rate."""
-    cells: Annotated[str, tyro.conf.arg(metavar="I/N")] = "0/1"
-    """Share the cells with other processes that have the same command and DIR: this is number I,
-    from 0, of N. Each runs what no other one runs."""
+    """A finished comparison of the same contenders, say of a smaller model: each search begins at
+    the best setting there, with 1/2, 1 and 2 times its learning rate."""
     dry_run: bool = False
-    """Only say how many cells there are at most, and about how long they take: a few steps of each
-    contender are timed."""
-    json: bool = False
-    """Print what was found as JSON, as in report.json, and everything else to standard error."""
+    """Only say which contenders are tuned over which fields, where each search begins, and how many
+    runs there are at most."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,41 +104,30 @@ def run(argv: list[str]) -> int:
             f"{_PROG} needs a config before its options, for example `{_PROG} compare_tiny`. See "
             f"`{_PROG} --help`."
         )
-    planned = [_plan(specs, options, name) for name in _names(options, "--sizes") or [""]]
-    arguments = planned[0][0]
-    comparisons, workdir = [comparison for _, comparison in planned], _workdir(arguments)
+    arguments, comparison = _plan(specs, options)
+    workdir = _workdir(arguments)
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
-        from maxmars.compare.estimate import estimate, print_estimate
-        from maxmars.compare.report import print_report, report_json
-        from maxmars.compare.run import Share, compare
+        from maxmars.compare.cells import read_results
+        from maxmars.compare.report import print_plan, print_report
+        from maxmars.compare.run import compare
         from maxmars.compare.summary import summarize
         from maxmars.distributed import processes
         from maxmars.distributed.exits import EXIT_CODE
 
+    print_plan(comparison, read_results(comparison, workdir))
+    if arguments.dry_run:
+        return 0
     processes.check_accelerators()
-    share = Share(*_share(arguments.cells))
-    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-        if arguments.dry_run:
-            for comparison in comparisons:
-                if comparison.size:
-                    print(f"size {comparison.size}", flush=True)
-                print_estimate(estimate(comparison, workdir), comparison, share.count)
-            return 0
-        if not compare(comparisons, workdir, share):
-            return EXIT_CODE
-        summaries = summarize(workdir)
-        print_report(summaries, workdir)
-    if arguments.json:
-        print(json.dumps(report_json(summaries)))
+    if not compare(comparison, workdir):
+        return EXIT_CODE
+    print_report({"": summarize(workdir)}, workdir)
     return 0
 
 
-def _plan(
-    specs: Sequence[str], options: Sequence[str], size: str
-) -> tuple[CompareArguments, Comparison]:
-    """The comparison that a command line asks for at a size; "" is that of the config."""
+def _plan(specs: Sequence[str], options: Sequence[str]) -> tuple[CompareArguments, Comparison]:
+    """The comparison that a command line asks for."""
     # Three ways to say who takes part:
     #
     #   compare_tiny.py                                    a file's get_comparison()
@@ -157,13 +136,12 @@ def _plan(
     #
     # The options after them, such as --num-steps 500, are parsed once for each contender, on top of
     # its own config.
-    words = _names(options, "--optimizers")
-    choices = {"size": size} if size else {}
-    in_file = None if words or len(specs) > 1 else load_comparison(specs[0], choices)
+    words = _words_of(options, "--optimizers")
+    in_file = None if words or len(specs) > 1 else load_comparison(specs[0])
     if in_file is not None:
         parsed = _of_file(in_file, options, f"{_PROG} {shlex.quote(specs[0])}")
     else:
-        parsed = _of_words(specs, words, choices, options)
+        parsed = _of_words(specs, words, options)
     arguments = next(iter(parsed.values()))
     given = {name: getattr(arguments, name) for name in _SHARED}
     try:
@@ -181,7 +159,6 @@ def _plan(
     first = contenders[0].config.seed
     num_fields = max(len(contender.grids) for contender in contenders)
     comparison = Comparison(
-        size=size,
         contenders=contenders,
         baseline=config.baseline or contenders[0].name,
         seeds=tuple(range(first, first + config.seeds)),
@@ -238,13 +215,13 @@ def _of_file(
 
 
 def _of_words(
-    specs: Sequence[str], words: Sequence[str], choices: Mapping[str, str], options: Sequence[str]
+    specs: Sequence[str], words: Sequence[str], options: Sequence[str]
 ) -> dict[str, CompareArguments]:
     """The command line read for each CONFIG, or for each word of `--optimizers`."""
     parsed: dict[str, CompareArguments] = {}
     for spec in specs:
         for word in words or [None]:
-            given = choices if word is None else {**choices, "optimizer": word}
+            given = {} if word is None else {"optimizer": word}
             arguments = parse_arguments(
                 CompareArguments, [spec, *options], prog=_PROG, choices=given
             )
@@ -272,8 +249,6 @@ class VerifyArguments(CheckedConfig):
 
     directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """Directory of a comparison, or a copy of its compare.json, rows.jsonl and sources."""
-    size: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Of the model, in a comparison with --sizes; None is the smallest."""
     contender: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Whose run, at its best setting; None is the best contender's."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="S")] = None
@@ -296,7 +271,6 @@ def _verify(arguments: VerifyArguments) -> int:
         verdict = verify(
             Path(arguments.directory).expanduser().absolute(),
             Path(arguments.workdir or scratch).expanduser().absolute(),
-            size=arguments.size,
             contender=arguments.contender,
             seed=arguments.seed,
             steps=arguments.steps,
@@ -313,7 +287,7 @@ class ReportArguments(CheckedConfig):
 
     A RUN is a working directory of `maxmars train`, also in a bucket, or of `maxmars compare`, of
     which each contender is drawn at its best rate. Comparisons alone get their whole report again,
-    also before they are complete; that of several has a column for them, as for sizes.
+    also before they are complete; that of several has a column for them.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -324,7 +298,7 @@ class ReportArguments(CheckedConfig):
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """What to draw, such as runs/quickstart."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory for report.md, report.json and figures; None is RUN/report, or the comparison
+    """Directory for report.md, tables and figures; None is RUN/report, or the comparison
     itself, on a disk. Only an earlier report of the same runs is written anew there."""
     format: Literal["png", "pdf", "svg"] = "png"
     """Of the figures."""
@@ -341,13 +315,13 @@ def run_report(argv: list[str]) -> int:
         from maxmars.compare.report import (
             best_lines,
             check_out,
-            is_report_of,
+            origin_of,
             print_lines,
             print_report,
             write_report,
             write_run_report,
         )
-        from maxmars.compare.summary import Summary, by_size, summarize
+        from maxmars.compare.summary import summarize
         from maxmars.distributed.files import is_remote, resolve
 
     runs = {text: resolve(text) for text in arguments.runs}
@@ -362,16 +336,19 @@ def run_report(argv: list[str]) -> int:
     if len({path.name for path in runs.values()}) == len(runs):
         runs = {path.name: path for path in runs.values()}
     out = Path(arguments.out or first).expanduser().absolute()
-    compared: dict[str, dict[str, Summary]] = {}
-    for name, path in runs.items():
-        if isinstance(path, Path) and (path / COMPARISON).is_file():
-            of_run, own = summarize(path), name if len(runs) > 1 else ""
-            compared[name] = {"/".join(filter(None, (own, s))): each for s, each in of_run.items()}
+    compared = {
+        name: summarize(path)
+        for name, path in runs.items()
+        if isinstance(path, Path) and (path / COMPARISON).is_file()
+    }
     if len(compared) == len(runs):
-        summaries = by_size({size: s for of_run in compared.values() for size, s in of_run.items()})
+        named = compared if len(runs) > 1 else {"": next(iter(compared.values()))}
+        summaries = dict(sorted(named.items(), key=lambda item: item[1].num_parameters))
+        origin = ""
         if arguments.out is not None:
-            check_out(out, lambda earlier: is_report_of(summaries, earlier))
-        write_report(summaries, out, arguments.format)
+            origin = origin_of(runs.values())
+            check_out(out, origin)
+        write_report(summaries, out, arguments.format, origin)
         print_report(summaries, out)
         return 0
     lines, workdirs = [], {}
@@ -379,14 +356,14 @@ def run_report(argv: list[str]) -> int:
         if name not in compared:
             lines.append(read_run(path, name))
             workdirs[name] = path
-        for size, summary in compared.get(name, {}).items():
-            for outcome in summary.outcomes:
-                if outcome.best is None:
-                    print(f"{size}: {outcome.contender.name} has no finished run, and is not drawn")
-            for line in best_lines(summary):
-                own = f"{size}: {line.name}"
-                lines.append(dataclasses.replace(line, name=own))
-                workdirs[own] = path
+            continue
+        for outcome in compared[name].outcomes:
+            if outcome.best is None:
+                print(f"{name}: {outcome.contender.name} has no finished run, and is not drawn")
+        for line in best_lines(compared[name]):
+            own = f"{name}: {line.name}"
+            lines.append(dataclasses.replace(line, name=own))
+            workdirs[own] = path
     if arguments.out is None:
         out = out / "report"
     write_run_report(lines, out, workdirs, arguments.format)
@@ -395,7 +372,7 @@ def run_report(argv: list[str]) -> int:
     return 0
 
 
-def _names(options: Sequence[str], flag: str) -> list[str]:
+def _words_of(options: Sequence[str], flag: str) -> list[str]:
     """The words of an option that says which configs to load, before the options of these can be
     read; none where it is not given."""
     indices = [i for i, word in enumerate(options) if word.partition("=")[0] == flag]
@@ -499,23 +476,13 @@ def _starts(
     if directory is None:
         return {name: {} for name in fields}
     # Imported late: they load JAX.
-    from maxmars.compare.cells import COMPARISON
     from maxmars.compare.grids import value_of, with_values
     from maxmars.compare.summary import summarize
 
-    path, size = Path(directory).expanduser(), None
-    if (path.parent / COMPARISON).is_file():  # DIR/SIZE
-        path, size = path.parent, path.name
     try:
-        summaries = summarize(path)
+        summary = summarize(Path(directory).expanduser())
     except ValueError as error:
         raise UsageError(f"--start-from: {error}") from error
-    if size is None and len(summaries) == 1:
-        (size,) = summaries
-    if size not in summaries:
-        named = ", ".join(f"{path / name}" for name in summaries)
-        raise UsageError(f"--start-from {directory} must be one of {named}.")
-    summary = summaries[size]
     if summary.num_missing:
         raise UsageError(f"--start-from {directory}: that comparison is not complete; finish it.")
     outcomes = {outcome.contender.name: outcome for outcome in summary.outcomes}
@@ -537,10 +504,3 @@ def _starts(
         values = {field: value_of(best, field) for field in tried}
         starts[name] = {field: value for field, value in values.items() if value is not None}
     return starts
-
-
-def _share(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)/(\d+)", text)
-    if match is None or not int(match[1]) < int(match[2]):
-        raise UsageError(f"--cells {text} must be I/N with 0 <= I < N, such as 0/2.")
-    return int(match[1]), int(match[2])

@@ -1,17 +1,16 @@
 """The cells of a comparison, what identifies them, and their files.
 
-A cell is one training run: of a size of the model, a contender, with one setting of the fields
-that are tuned, and one seed. These four identify it within a directory, whose `compare.json` fixes
-the contenders' configs. The files are
+A cell is one training run: of a contender, with one setting of the fields that are tuned, and one
+seed. These three identify it within a directory, whose `compare.json` fixes the contenders'
+configs. The files are
 
-    compare.json                               what is compared at each size
-    rows.jsonl                                 how each finished cell ended, a line a cell
-    sources/SHA256/FILE.py                     a copy of each Python file that a config names
-    cells/SIZE/CONTENDER/SETTING,seed=SEED/    the run, as `maxmars train` leaves it
+    compare.json                          what is compared
+    rows.jsonl                            how each finished cell ended, a line a cell
+    sources/SHA256/FILE.py                a copy of each Python file that a config names
+    cells/CONTENDER/SETTING,seed=SEED/    the run, as `maxmars train` leaves it
 
 where SETTING is `learning_rate=0.002`, followed by the fields that are not at the config's values,
-such as `,b1=0.95`. A comparison without sizes has one, whose name is empty. All but `cells` is
-enough to continue, to report and to repeat a result.
+such as `,b1=0.95`. All but `cells` is enough to continue, to report and to repeat a result.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import maxmars
-from maxmars.checkpoint.journal import with_recorded
 from maxmars.checkpoint.recorded_code import recorded_copy
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_values
@@ -45,8 +43,7 @@ from maxmars.distributed.files import (
 COMPARISON = "compare.json"
 _ROWS = "rows.jsonl"
 _SOURCES = "sources"
-_FORMAT = 5
-_WITHOUT_SIZES = 4  # the format before: the fields of one size, and rows that name none
+_FORMAT = 6
 _PATIENCE_S = 60.0  # another process has the rows for the time of a line
 
 # Fields that neither losses nor step times depend on: they may change when a comparison continues.
@@ -102,8 +99,6 @@ class Contender:
 class Cell:
     """The identity of one training run of a comparison."""
 
-    size: str = ""
-    """Name of the size of the model; empty in a comparison without sizes."""
     contender: str
     setting: Setting
     seed: int
@@ -115,7 +110,7 @@ class Cell:
 
     def directory(self, workdir: Path) -> Path:
         """Working directory of the run."""
-        return workdir / "cells" / self.size / self.contender / self.name
+        return workdir / "cells" / self.contender / self.name
 
     def config(self, contender: Contender) -> TrainConfig:
         """Config of the run.
@@ -161,10 +156,8 @@ class CellResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared with what, at one size of the model."""
+    """What is compared with what."""
 
-    size: str = ""
-    """Its name; empty in a comparison without sizes."""
     contenders: tuple[Contender, ...]
     baseline: str
     """Name of the contender that the others are tested against."""
@@ -185,7 +178,7 @@ class Comparison:
 
     def cell(self, contender: Contender, setting: Setting, seed: int) -> Cell:
         """The cell of a contender at a setting."""
-        return Cell(size=self.size, contender=contender.name, setting=setting, seed=seed)
+        return Cell(contender=contender.name, setting=setting, seed=seed)
 
     @property
     def own_fields(self) -> dict[str, dict[str, object]]:
@@ -247,34 +240,17 @@ def with_kept_code(config: TrainConfig, workdir: Path) -> TrainConfig:
     )
 
 
-def open_comparison(comparisons: Sequence[Comparison], workdir: Path) -> None:
+def open_comparison(comparison: Comparison, workdir: Path) -> None:
     """Begin a comparison in `workdir`, or continue the one that it holds; writes `compare.json`.
 
-    Args:
-      comparisons: one for each size; sizes that are stored and not among these stay.
-      workdir: directory of the comparison.
+    Contenders that it had before keep their configs.
 
     Raises:
-      ValueError: `workdir` holds a comparison of another version, one with sizes where these have
-        none or the other way round, or a contender of the same name with another config or code.
+      ValueError: `workdir` holds a comparison of another version, or a contender of the same name
+        with another config or code.
       FileNotFoundError: a Python file that a config names is gone.
     """
-    sizes = _read_sizes(workdir)
-    for comparison in comparisons:
-        if sizes and ("" in sizes) != (comparison.size == ""):
-            held = "without --sizes" if "" in sizes else f"of the sizes {', '.join(sizes)}"
-            raise ValueError(f"{workdir} holds a comparison {held}; choose another --workdir.")
-    sizes = sizes | {c.size: _fields_of(c, workdir) for c in comparisons}
-    fields = {"format": _FORMAT, "maxmars": maxmars.__version__, "sizes": sizes}
-    write_json(workdir / COMPARISON, fields)
-    for comparison in comparisons:
-        for contender in comparison.contenders:
-            _keep_code(contender.config, workdir)
-
-
-def _fields_of(comparison: Comparison, workdir: Path) -> dict[str, Any]:
-    """What `compare.json` says of a size; contenders that it had before keep their configs."""
-    stored = _configs_in(_read_sizes(workdir).get(comparison.size, {}))
+    stored = _configs_in(_read_fields(workdir))
     for contender in comparison.contenders:
         earlier = stored.get(contender.name, contender.config)
         if rows := _differences(contender.config, earlier):
@@ -284,45 +260,44 @@ def _fields_of(comparison: Comparison, workdir: Path) -> dict[str, Any]:
                 "Continue it with its own values, or choose another --workdir."
             )
     configs = stored | {c.name: c.config for c in comparison.contenders}
-    return {
+    fields = {
+        "format": _FORMAT,
+        "maxmars": maxmars.__version__,
         **comparison.options,
         "compared": {
             c.name: [dataclasses.asdict(grid) for grid in c.grids] for c in comparison.contenders
         },
         "configs": {name: to_dict(config) for name, config in configs.items()},
     }
+    write_json(workdir / COMPARISON, fields)
+    for contender in comparison.contenders:
+        _keep_code(contender.config, workdir)
 
 
 def _configs_in(fields: Mapping[str, Any]) -> dict[str, TrainConfig]:
-    """The configs by contender that `compare.json` holds of a size; `code` are the digests of the
-    users' own files, which now the configs have themselves."""
-    code = fields.get("code", {})
-    return {
-        name: with_recorded(from_dict(config), code.get(name, {}))
-        for name, config in fields.get("configs", {}).items()
-    }
+    """The configs by contender in what `compare.json` says."""
+    return {name: from_dict(config) for name, config in fields.get("configs", {}).items()}
 
 
-def read_comparisons(workdir: Path) -> list[Comparison]:
-    """The comparison in `workdir`, of each size.
+def read_comparison(workdir: Path) -> Comparison:
+    """The comparison in `workdir`.
 
     Raises:
       ValueError: there is none, it is damaged, or another version of maxmars wrote it.
     """
-    sizes = _read_sizes(workdir)
-    if not sizes:
+    fields = _read_fields(workdir)
+    if not fields:
         raise ValueError(f"{workdir} holds no comparison: there is no {COMPARISON} in it.")
     try:
-        comparisons = [_comparison(size, fields) for size, fields in sizes.items()]
+        comparison = _comparison(fields)
     except (AttributeError, KeyError, TypeError) as error:
         raise _damaged(workdir) from error
-    for comparison in comparisons:
-        if comparison.baseline not in {contender.name for contender in comparison.contenders}:
-            raise _damaged(workdir)
-    return comparisons
+    if comparison.baseline not in {contender.name for contender in comparison.contenders}:
+        raise _damaged(workdir)
+    return comparison
 
 
-def _comparison(size: str, fields: Mapping[str, Any]) -> Comparison:
+def _comparison(fields: Mapping[str, Any]) -> Comparison:
     configs = _configs_in(fields)
     contenders = []
     for name, own in fields["compared"].items():
@@ -332,8 +307,7 @@ def _comparison(size: str, fields: Mapping[str, Any]) -> Comparison:
         )
         contenders.append(Contender(name=name, config=configs[name], grids=grids))
     numbers = {name: fields[name] for name in ("baseline", "budget", "finalists", "confirm")}
-    seeds = tuple(fields["seeds"])
-    return Comparison(size=size, contenders=tuple(contenders), seeds=seeds, **numbers)
+    return Comparison(contenders=tuple(contenders), seeds=tuple(fields["seeds"]), **numbers)
 
 
 def write_result(result: CellResult, workdir: Path) -> None:
@@ -357,8 +331,8 @@ def write_result(result: CellResult, workdir: Path) -> None:
 
 
 def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:
-    """The results of the finished cells with the size, contenders and seeds of a comparison,
-    whatever their settings."""
+    """The results of the finished cells with the contenders and seeds of a comparison, whatever
+    their settings."""
     names = [contender.name for contender in comparison.contenders]
     results: dict[Cell, CellResult] = {}
     for fields in read_json_lines(workdir / _ROWS):
@@ -366,11 +340,7 @@ def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
             result = _result(fields)
             cell = result.cell
-            if (
-                cell.size == comparison.size
-                and cell.contender in names
-                and cell.seed in comparison.seeds
-            ):
+            if cell.contender in names and cell.seed in comparison.seeds:
                 results[cell] = result
     return dict(sorted(results.items(), key=lambda f: (names.index(f[0].contender), f[0].name)))
 
@@ -392,20 +362,18 @@ def _damaged(workdir: Path) -> ValueError:
     return ValueError(f"{path} is damaged; restore it, or choose another --workdir.")
 
 
-def _read_sizes(workdir: Path) -> dict[str, Any]:
-    """What `compare.json` says, by size; nothing where there is no such file."""
+def _read_fields(workdir: Path) -> dict[str, Any]:
+    """What `compare.json` says; nothing where there is no such file."""
     path = workdir / COMPARISON
     if not path.is_file():
         return {}
     fields = read_json(path)
     if not isinstance(fields, dict):
         raise _damaged(workdir)
-    if fields.get("format") == _WITHOUT_SIZES:
-        return {"": fields}
     if fields.get("format") != _FORMAT:
         raise ValueError(
             f"{workdir} holds a comparison of format {fields.get('format', 1)}, and this maxmars "
             f"has format {_FORMAT}. Choose another --workdir, or continue it with the maxmars that "
             "wrote it."
         )
-    return fields["sizes"]
+    return fields

@@ -1,7 +1,7 @@
 """The reports of comparisons and of single runs.
 
-A report is `report.md`, `report.json` with the same numbers, and `figures/*`; a comparison also
-prints a table in 80 columns, and has its result in `results.csv` and `results.tex`.
+A report is `report.md` and `figures/*`; a comparison also prints a table in 80 columns, and has its
+result in `results.csv` and `results.tex`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from maxmars.checkpoint.journal import read_journal
-from maxmars.compare.cells import describe_setting
+from maxmars.compare.cells import Comparison, describe_setting
 from maxmars.compare.curves import (
     RATES_AND_NORMS,
     TRAINING_LOSS,
@@ -37,11 +37,11 @@ from maxmars.compare.figures import (
     require_matplotlib,
 )
 from maxmars.compare.grids import LEARNING_RATE
+from maxmars.compare.search import Results, Search
 from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.compare.summary import (
     EFFECT,
     MARK_MEANS,
-    Best,
     Outcome,
     Summary,
 )
@@ -54,21 +54,19 @@ from maxmars.compare.tables import (
     markdown_table,
     print_table,
 )
-from maxmars.config import to_dict
 from maxmars.config.numbers import duration, short
-from maxmars.distributed.files import Workdir, json_number, read_json, write_json, write_text
+from maxmars.distributed.files import Workdir, read_text, write_text
 from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
 Format = Literal["png", "pdf", "svg"]
 _NONE = "–"
 _ENDS = {"mean": "", "low": "_low", "high": "_high"}  # of an interval, in results.csv
-_OF_SEARCH = ("search_ended", "step_time_s", "num_cells", "num_diverged")
 _NEXT = 3  # settings that are named of those that a search did not reach
 
 
 Summaries = Mapping[str, Summary]
-"""What was found, by the name of the size, smallest model first; the name of a single size may be
-empty, and then no table has a column for it."""
+"""What comparisons found, by their names, smallest model first; that of a single one may be empty,
+and then no table has a column for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,13 +91,14 @@ class _Figures:
         return f"{shown}[{name.replace('_', ' ')}]({link})\n\n{caption}".strip()
 
 
-def write_report(summaries: Summaries, out: Path, format: Format = "png") -> None:
-    """Write the report of a comparison, complete or not.
+def write_report(summaries: Summaries, out: Path, format: Format = "png", origin: str = "") -> None:
+    """Write the report of comparisons, complete or not.
 
     Args:
-      summaries: of each size.
+      summaries: of each comparison.
       out: directory that gets the report.
       format: of the figures.
+      origin: what it is a report of, see `origin_of`.
 
     Raises:
       ImportError: matplotlib is not installed.
@@ -112,10 +111,11 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png") -> Non
     results = _table(summaries, columns, _result_rows)
     blocks = [
         f"# Comparison of {title}",
+        *([origin] if origin else []),
         "## Result",
         *(_at(size, _setting(summary)) for size, summary in summaries.items()),
-        "With the same seed all contenders of a size start from the same weights and read the same "
-        "tokens in the same order.",
+        "With the same seed all contenders start from the same weights and read the same tokens in "
+        "the same order.",
         markdown_table(*results),
         *(_at(size, note) for size, summary in summaries.items() for note in _notes(summary)),
         *_general_notes(summaries),
@@ -138,11 +138,8 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png") -> Non
     for size, summary in summaries.items():
         note, folder = _at(size, _runs_of(summary)), size.replace("/", "-")
         own = dataclasses.replace(figures, folder=folder, note=note)
-        if any(outcome.num_cells for outcome in summary.outcomes):
-            blocks += [*([f"### {size}"] if size else []), *_comparison_figures(summary, own)]
-    report = report_json(summaries)
-    write_json(out / "report.json", report)
-    write_text(out / "results.csv", _results_csv(report))
+        blocks += [*([f"### {size}"] if size else []), *_comparison_figures(summary, own)]
+    write_text(out / "results.csv", _results_csv(summaries))
     write_text(out / "results.tex", latex_table(*results))
     _write_markdown(out, blocks)
 
@@ -152,11 +149,11 @@ def _table(
     columns: Sequence[str],
     rows_of: Callable[[Summary], Iterable[Sequence[str]]],
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Columns and rows of a table over all sizes."""
+    """Columns and rows of a table over all comparisons."""
     if not any(summaries):
         return columns, [row for summary in summaries.values() for row in rows_of(summary)]
     rows = [(size, *row) for size, summary in summaries.items() for row in rows_of(summary)]
-    return ("size", *columns), rows
+    return ("comparison", *columns), rows
 
 
 def _at(size: str, text: str) -> str:
@@ -164,12 +161,12 @@ def _at(size: str, text: str) -> str:
 
 
 def _baseline(summaries: Summaries) -> str:
-    """The baseline, which may be another one at each size."""
+    """The baseline, which may be another one in each comparison."""
     return " or ".join(dict.fromkeys(each.comparison.baseline for each in summaries.values()))
 
 
 def _speed_ups(summaries: Summaries) -> dict[str, list[tuple[int, Interval]]]:
-    """Contender -> parameters of the model and speed-up; empty of a single size."""
+    """Contender -> parameters of the model and speed-up; empty where all models have one size."""
     speed_ups: dict[str, list[tuple[int, Interval]]] = {}
     if len({summary.num_parameters for summary in summaries.values()}) > 1:
         for summary in summaries.values():
@@ -196,34 +193,20 @@ def write_run_report(
       ImportError: matplotlib is not installed.
     """
     require_matplotlib()
-    ours = {str(workdir) for workdir in workdirs.values()}
-
-    def is_ours(earlier: Any) -> bool:
-        if not isinstance(earlier, list):
-            return False
-        return ours == {item.get("run") for item in earlier if isinstance(item, dict)}
-
-    check_out(out, is_ours)
+    origin = origin_of(workdirs.values())
+    check_out(out, origin)
     sessions = {name: sessions_of(read_journal(workdir)) for name, workdir in workdirs.items()}
     seconds = {name: run_seconds(of_run) for name, of_run in sessions.items() if of_run}
-    data = [
-        {
-            "name": line.name,
-            "run": str(workdirs[line.name]),
-            "seconds": seconds.get(line.name),
-            "curves": _curves_json(line),
-        }
-        for line in lines
-    ]
-    write_json(out / "report.json", data)  # first: it says whose report this is
     names = ", ".join(escape_markdown(line.name) for line in lines)
     blocks = [
         f"# Runs: {names}",
+        origin,
         "## Runs",
         markdown_table(_RUN_COLUMNS, _run_rows(lines)),
         "Losses in nats a token: the training loss is the mean over the last twentieth of what was "
         "logged, the validation losses are the last and the lowest.",
     ]
+    _write_markdown(out, blocks)  # first: it says whose report this is
     if seconds:
         blocks += ["## Where the time went", _time_table(seconds)]
     thin = "Thin: each seed; thick: their mean." if any(line.curves[1:] for line in lines) else ""
@@ -238,21 +221,55 @@ def write_run_report(
     _write_markdown(out, blocks)
 
 
-def check_out(out: Path, is_ours: Callable[[Any], bool]) -> None:
+def origin_of(workdirs: Iterable[Workdir]) -> str:
+    """What a report is of, in a sentence of its page."""
+    named = sorted({escape_markdown(str(workdir)) for workdir in workdirs})
+    return f"Made by `maxmars report` of {', '.join(named)}."
+
+
+def check_out(out: Path, origin: str) -> None:
     """Check that nothing is overwritten but an earlier report of the same.
 
     Args:
       out: the directory of the new report.
-      is_ours: whether what the `report.json` there holds is an earlier report of the same.
+      origin: the sentence by which the page of an earlier report says that it is of the same.
 
     Raises:
       FileExistsError: `out` holds something else by the name of a part of the report.
     """
-    taken = [name for name in ("report.md", "report.json", "figures") if (out / name).exists()]
-    if taken and not is_ours(read_json(out / "report.json")):
+    taken = [name for name in ("report.md", "figures") if (out / name).exists()]
+    if taken and origin not in (read_text(out / "report.md") or "").splitlines():
         raise FileExistsError(
             f"{out} holds {' and '.join(taken)} already, not as a report of the same runs; move "
             "them away, or give single runs another directory by --out."
+        )
+
+
+def print_plan(comparison: Comparison, results: Results) -> None:
+    """Print what a comparison is about to do, in 80 columns."""
+    contenders, seeds = comparison.contenders, len(comparison.seeds)
+    for contender in contenders:
+        begins = (
+            " ".join([grid.field, *(f"{value:g}" for value in grid.scanned)])
+            for grid in contender.grids
+        )
+        print(fold(f"{contender.name}: begins with {', '.join(begins) or 'its own values'}"))
+    searches = [Search(contender, comparison, results) for contender in contenders]
+    num_left = sum(search.most_cells_left for search in searches)
+    kept = f"; {len(results):,} are finished" if results else ""
+    print(
+        fold(
+            f"At most {num_left:,} runs of {contenders[0].config.num_steps:,} steps{kept}: each "
+            f"contender is tuned with at most {comparison.budget}, and its "
+            f"{comparison.finalists} best settings run with {seeds} seed{'s' if seeds > 1 else ''}."
+        )
+    )
+    if len(contenders) == 1:
+        print(
+            fold(
+                f"{contenders[0].name} is alone, so it is tuned and compared with nothing: name "
+                "contenders by --optimizers A B, or as further configs."
+            )
         )
 
 
@@ -265,7 +282,7 @@ def print_report(summaries: Summaries, out: Path) -> None:
     """Print what a comparison found, in 80 columns, and where its report is."""
     for size, summary in summaries.items():
         if size:
-            print(f"size {size}")
+            print(f"comparison {size}")
         _print_summary(summary)
     if len(summaries) > 1:
         best = {(o.contender.name, k): o.best for k, s in summaries.items() for o in s.outcomes}
@@ -351,7 +368,6 @@ _COLUMNS = {
     "loss": f"validation loss ({CONFIDENCE:.0%})",
     "difference": f"minus {{baseline}} ({CONFIDENCE:.0%})",
     "p": "p",
-    "seeds_needed": f"seeds to find {EFFECT}",
     "speed_up": f"data speed-up ({CONFIDENCE:.0%})",
     "time_speed_up": "time speed-up",
     "diverged": "diverged",
@@ -387,8 +403,6 @@ def _result(outcome: Outcome, summary: Summary) -> Mapping[str, str]:
         cells["difference"] = interval(best.test.difference, "{:+.4f}")
         mark = summary.mark(outcome.contender.name, comparison.baseline)
         cells["p"] = f"{summary.p_adjusted[outcome.contender.name]:.2g}{mark}"
-    if best.seeds_needed:
-        cells["seeds_needed"] = str(best.seeds_needed)
     if best.speed_up is not None:
         cells["tokens"] = f"x{best.speed_up.mean:.2f}"
         cells["speed_up"] = _factor(best.speed_up)
@@ -411,20 +425,28 @@ def _factor(ratio: Interval) -> str:
     return f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
-def _results_csv(report: Mapping[str, Any]) -> str:
-    """The numbers of the table of results in what `report.json` holds; times in seconds."""
+def _results_csv(summaries: Summaries) -> str:
+    """The numbers of the table of results; times in seconds."""
     rows: list[dict[str, Any]] = []
-    for size in report["sizes"]:
-        for outcome in size["outcomes"]:
-            setting, test = outcome["setting"], outcome["test"] or {}
-            row = {"name": outcome["name"], "size": size["size"]}
-            row |= {"num_parameters": size["num_parameters"]}
-            row |= {"setting": setting and describe_setting(tuple(setting.items()))}
-            intervals = {"loss": outcome["loss"], "difference": test.get("difference")}
-            for what, each in (intervals | {"speed_up": outcome["speed_up"]}).items():
-                row |= {f"{what}{end}": (each or {}).get(key) for key, end in _ENDS.items()}
-            row |= {"p_adjusted": test.get("p_adjusted"), "num_seeds": len(outcome["losses"] or ())}
-            rows.append(row | {key: outcome[key] for key in _OF_SEARCH})
+    for where, summary in summaries.items():
+        for outcome in summary.outcomes:
+            best, name = outcome.best, outcome.contender.name
+            test = None if best is None else best.test
+            row: dict[str, Any] = {"name": name, "comparison": where}
+            row |= {"num_parameters": summary.num_parameters}
+            row |= {"setting": best and describe_setting(best.setting)}
+            intervals = {
+                "loss": best and best.loss,
+                "difference": test and test.difference,
+                "speed_up": best and best.speed_up,
+            }
+            for what, each in intervals.items():
+                row |= {f"{what}{end}": each and getattr(each, at) for at, end in _ENDS.items()}
+            row |= {"p_adjusted": test and summary.p_adjusted[name]}
+            row |= {"num_seeds": 0 if best is None else len(best.losses)}
+            row |= {"search_ended": outcome.search.is_at_its_end}
+            row |= {"step_time_s": outcome.step_time_s, "num_cells": outcome.num_cells}
+            rows.append(row | {"num_diverged": outcome.num_diverged})
     return csv_table(list(rows[0]), [list(row.values()) for row in rows])
 
 
@@ -450,6 +472,12 @@ def _notes(summary: Summary) -> Iterator[str]:
             "The cells ran on several devices, so their step times do not compare, and losses "
             f"differ by rounding: {listed}."
         )
+    needed = {o.contender.name: o.best.seeds_needed for o in summary.outcomes if o.best}
+    if told := ", ".join(f"{count:,} ({name})" for name, count in needed.items() if count):
+        yield (
+            f"Seeds that would find a difference of {EFFECT} nats from "
+            f"{summary.comparison.baseline} in four of five tries: {told}."
+        )
     for outcome in summary.outcomes:
         if outcome.has_diverged:
             yield f"{outcome.contender.name} diverged at every setting: give it lower rates."
@@ -469,7 +497,7 @@ def _general_notes(summaries: Summaries) -> Iterator[str]:
         yield (
             f"Intervals are Student's {CONFIDENCE:.0%} intervals over the seeds. The test is "
             "Student's t test, paired by seed, with p adjusted by Holm's method over the "
-            "contenders of a size: calling differences with p below alpha significant controls the "
+            "contenders: calling differences with p below alpha significant controls the "
             "family-wise error rate at alpha. It is a test of the settings that were found; how "
             "well each contender was tuned comes on top, above all where a search is not at its "
             "end."
@@ -556,8 +584,8 @@ def _pair_blocks(summaries: Summaries) -> Iterator[str]:
         columns = ("lower", "higher", f"difference ({CONFIDENCE:.0%})", "p")
         yield "## Every pair"
         yield markdown_table(*_table(summaries, columns, rows))
-        of_size = " of a size" if any(summaries) else ""
-        yield f"p is adjusted by Holm's method for all {most} pairs{of_size}."
+        where = " of a comparison" if any(summaries) else ""
+        yield f"p is adjusted by Holm's method for all {most} pairs{where}."
 
 
 def _tuning_text(summary: Summary) -> str:
@@ -684,64 +712,3 @@ def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
         if any(of[activity] for of in shares_of.values())
     ]
     return markdown_table(("share of the time", *shares_of), rows)
-
-
-def report_json(summaries: Summaries) -> dict[str, Any]:
-    """What `report.json` holds."""
-    return {"sizes": [_summary_json(size, summary) for size, summary in summaries.items()]}
-
-
-def is_report_of(summaries: Summaries, earlier: Any) -> bool:
-    """Whether what a `report.json` holds is of these sizes."""
-    sizes = earlier.get("sizes") if isinstance(earlier, dict) else None
-    return isinstance(sizes, list) and [each.get("size") for each in sizes] == [*summaries]
-
-
-def _summary_json(size: str, summary: Summary) -> dict[str, Any]:
-    return {
-        "size": size,
-        "num_parameters": summary.num_parameters,
-        **summary.comparison.options,
-        "tuned": _tuned(summary),
-        "num_missing": summary.num_missing,
-        "digests": {
-            seed: {"initial_weights": weights, "tokens": tokens}
-            for seed, (weights, tokens) in summary.digests.items()
-        },
-        "environment": summary.environment,
-        "pairs": [dataclasses.asdict(pair) for pair in summary.pairs],
-        "outcomes": [_outcome_json(o, summary) for o in summary.outcomes],
-    }
-
-
-def _outcome_json(o: Outcome, summary: Summary) -> dict[str, Any]:
-    best: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Best))
-    if o.best is not None:
-        best |= dataclasses.asdict(o.best)
-        best["setting"] = dict(o.best.setting)
-    if best["test"] is not None:
-        best["test"] |= {"p_adjusted": summary.p_adjusted[o.contender.name]}
-    del best["line"]
-    return {
-        "name": o.contender.name,
-        "config": to_dict(o.contender.config),
-        **best,
-        "step_time_s": o.step_time_s,
-        "search_ended": o.search.is_at_its_end,
-        "num_cells": o.num_cells,
-        "num_diverged": o.num_diverged,
-        "settings": [
-            {"setting": dict(setting), "losses": list(map(json_number, losses))}
-            for setting, losses in o.losses.items()
-        ],
-        "untried": [dict(setting) for setting in o.search.untried],
-        "cost": o.cost,
-        "curves": [] if o.best is None else _curves_json(o.best.line),
-    }
-
-
-def _curves_json(line: Line) -> list[dict[str, Any]]:
-    return [
-        vars(curve) | {"losses": [json_number(loss) for loss in curve.losses]}
-        for curve in line.curves
-    ]

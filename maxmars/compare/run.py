@@ -13,7 +13,7 @@ import hashlib
 import math
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.journal import read_journal
-from maxmars.checkpoint.lock import FileLock, acquire, is_owned
+from maxmars.checkpoint.lock import FileLock, is_owned
 from maxmars.compare.cells import (
     Cell,
     CellResult,
@@ -33,7 +33,6 @@ from maxmars.compare.cells import (
     write_result,
 )
 from maxmars.compare.curves import median_step_time, read_curve
-from maxmars.compare.figures import require_matplotlib
 from maxmars.compare.report import write_report
 from maxmars.compare.search import Results, Search, next_cells
 from maxmars.compare.summary import summarize
@@ -60,42 +59,20 @@ RISE = 0.5
 
 _POLL_S = 5.0  # between looks for results of other processes
 
-_OfSizes = Mapping[str, tuple[Comparison, Results]]
-"""Size -> what is compared, and its results."""
-
 Digests = tuple[str, str]
 """Digests of the weights that a run starts from, and of the batches of its first and last step."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """One of several processes that share the cells of a comparison."""
+def compare(comparison: Comparison, workdir: Path) -> bool:
+    """Run the cells that a comparison lacks, on all devices, and write its report.
 
-    index: int = 0
-    """From 0 on, below `count`."""
-    count: int = 1
-
-    @property
-    def lock(self) -> str:
-        """Name of a directory that the process of this share owns."""
-        return "." if self.count == 1 else f".part-{self.index}-of-{self.count}"
-
-    def order(self, cells: Sequence[Cell]) -> list[Cell]:
-        """Cells in the order in which this process tries to run them: first every `count`-th, so
-        that processes seldom try the same, then those that are left."""
-        own = cells[self.index :: self.count]
-        return [*own, *(cell for cell in cells if cell not in own)]
-
-
-def compare(comparisons: Sequence[Comparison], workdir: Path, share: Share = Share()) -> bool:
-    """Run the cells that a comparison lacks, on all devices, and write `report.*` and `figures/`.
+    Any number of processes may do so at the same time: whoever locks a cell's directory first runs
+    it, and all read the finished results anew before they choose. Where all cells that are left
+    run already, this waits for the others.
 
     Args:
-      comparisons: what is compared, one for each size, whose cells run in this order; every config
-        evaluates (`eval.every` is not None).
+      comparison: what is compared; every config evaluates (`eval.every` is not None).
       workdir: directory of the comparison, on a disk of this machine.
-      share: which of the processes that share the comparison this one is. A cell is run by
-        whoever owns its directory first; where all are taken, this waits for the others.
 
     Returns:
       Whether the comparison is complete. It is not after SIGTERM or Ctrl-C, which save the cell
@@ -103,51 +80,39 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, share: Share = Sha
 
     Raises:
       ValueError: the contenders are not comparable or do not fit the mesh and the data, or
-        `workdir` holds another comparison or is in use.
-      ImportError: matplotlib is not installed.
+        `workdir` holds another comparison.
       FileNotFoundError: there is no data, or a Python file that a config names is gone.
     """
-    require_matplotlib()  # now rather than after hours
-    for comparison in comparisons:
-        check_comparable(comparison.contenders)
-        for contender in comparison.contenders:
-            _check_optimizer(contender.config)
+    check_comparable(comparison.contenders)
+    for contender in comparison.contenders:
+        _check_optimizer(contender.config)
     keep_programs(workdir)
-    with contextlib.ExitStack() as stack:
-        # Two locks: that of the share keeps a second process of the same share out, and that of a
-        # cell's directory, in `_take`, decides who runs the cell. No process tells another
-        # anything: all read the finished results anew before they choose.
-        own = acquire(workdir / "cells" / share.lock)
-        assert own is not None, "each share of a comparison is one process"
-        stack.callback(own.release)
-        comparisons = [_with_precision(comparison) for comparison in comparisons]
-        open_comparison(comparisons, workdir)
-        contenders = {(each.size, c.name): c for each in comparisons for c in each.contenders}
-        of_sizes = _read(comparisons, workdir)
-        print(f"cells and their logs: {workdir / 'cells'}", flush=True)
-        if num_finished := _num_finished(of_sizes):
-            print(f"{num_finished} cells are finished and kept", flush=True)
-        starts: dict[tuple[str, str, int], Digests] = {}
-        stops = stack.enter_context(StopRequests())
-        while pending := _pending(of_sizes):
+    comparison = _with_precision(comparison)
+    open_comparison(comparison, workdir)
+    contenders = {contender.name: contender for contender in comparison.contenders}
+    results = read_results(comparison, workdir)
+    print(f"cells and their logs: {workdir / 'cells'}", flush=True)
+    if results:
+        print(f"{len(results)} cells are finished and kept", flush=True)
+    starts: dict[tuple[str, int], Digests] = {}
+    with StopRequests() as stops:
+        while pending := next_cells(comparison, results):
             if stops.due():
                 break
             # Each turn: what is missing by the results on the disk, one cell of it, its result.
-            taken = _take(share.order(pending), workdir)
+            taken = _take(pending, workdir)
             if taken is None:
-                of_sizes = _wait_for_others(comparisons, workdir, stops)
+                results = _wait_for_others(comparison, workdir, stops)
                 continue
             cell, lock = taken
             try:
-                of_sizes = _read(comparisons, workdir)
-                comparison, results = of_sizes[cell.size]
+                results = read_results(comparison, workdir)
                 if cell in results:  # another process finished it just now
                     continue
-                contender = contenders[cell.size, cell.contender]
-                key = cell.size, cell.contender, cell.seed
+                contender = contenders[cell.contender]
+                key = cell.contender, cell.seed
                 if key not in starts:  # the cell's own values may be refused
-                    own = dataclasses.replace(contender.config, seed=cell.seed)
-                    starts[key] = find_start(own)
+                    starts[key] = find_start(dataclasses.replace(contender.config, seed=cell.seed))
                 _check_same_start(cell, starts[key], results.values())
                 refusal = _refusal(cell, contender)
                 if refusal is None:
@@ -164,28 +129,13 @@ def compare(comparisons: Sequence[Comparison], workdir: Path, share: Share = Sha
                 shutil.rmtree(cell.directory(workdir) / CHECKPOINTS, ignore_errors=True)
             finally:
                 lock.release()
-            of_sizes = _read(comparisons, workdir)  # others may have finished some as well
-            print(_progress(result, *of_sizes[cell.size], share.count), flush=True)
-        if pending:
-            print(
-                f"stopped with {_num_finished(of_sizes)} finished cells; the same command continues"
-            )
-            return False
-    write_report(summarize(workdir), workdir)
+            results = read_results(comparison, workdir)  # others may have finished some as well
+            print(_progress(result, comparison, results, workdir), flush=True)
+    if pending:
+        print(f"stopped with {len(results)} finished cells; the same command continues")
+        return False
+    write_report({"": summarize(workdir)}, workdir)
     return True
-
-
-def _read(comparisons: Sequence[Comparison], workdir: Path) -> _OfSizes:
-    return {c.size: (c, read_results(c, workdir)) for c in comparisons}
-
-
-def _pending(of_sizes: _OfSizes) -> list[Cell]:
-    """The cells to run next, those of the first size first."""
-    return [cell for state in of_sizes.values() for cell in next_cells(*state)]
-
-
-def _num_finished(of_sizes: _OfSizes) -> int:
-    return sum(len(results) for _, results in of_sizes.values())
 
 
 def keep_programs(workdir: Path) -> None:
@@ -208,19 +158,17 @@ def _take(cells: Iterable[Cell], workdir: Path) -> tuple[Cell, FileLock] | None:
     return None
 
 
-def _wait_for_others(
-    comparisons: Sequence[Comparison], workdir: Path, stops: StopRequests
-) -> _OfSizes:
+def _wait_for_others(comparison: Comparison, workdir: Path, stops: StopRequests) -> Results:
     """Wait until there is a cell that no process runs, none is missing, or a signal came."""
     with Progress() as progress:
         while True:
-            of_sizes = _read(comparisons, workdir)
-            pending, num_finished = _pending(of_sizes), _num_finished(of_sizes)
+            results = read_results(comparison, workdir)
+            pending = next_cells(comparison, results)
             are_owned = [is_owned(cell.directory(workdir)) for cell in pending]
             if not all(are_owned) or not pending or stops.due():
-                return of_sizes
+                return results
             waiting = f"waiting for {len(pending)} cells of other processes"
-            progress.update(waiting, num_finished, num_finished + len(pending))
+            progress.update(waiting, len(results), len(results) + len(pending))
             time.sleep(_POLL_S)
 
 
@@ -348,10 +296,8 @@ def run_cell(cell: Cell, config: TrainConfig, directory: Path, start: Digests) -
     )
 
 
-def _progress(
-    result: CellResult, comparison: Comparison, results: Results, num_processes: int
-) -> str:
-    """How a cell ended, how many its size has at most, and the time that they may take."""
+def _progress(result: CellResult, comparison: Comparison, results: Results, workdir: Path) -> str:
+    """How a cell ended, how many there are at most, and the time that they may take."""
     cell = result.cell
     num_left, seconds_left = 0, 0.0
     for contender in comparison.contenders:
@@ -359,13 +305,13 @@ def _progress(
         most = Search(contender, comparison, results).most_cells_left
         num_left += most
         seconds_left += most * float(np.mean(own or [result.seconds]))
+    others = sum(is_owned(c.directory(workdir)) for c in next_cells(comparison, results))
     width = max(len(contender.name) for contender in comparison.contenders)
-    size = f"{cell.size} " if cell.size else ""
-    text = f"[{len(results):>3}/{len(results) + num_left}] {size}{cell.contender:<{width}}  "
+    text = f"[{len(results):>3}/{len(results) + num_left}] {cell.contender:<{width}}  "
     text += "diverged" if result.diverged else f"validation loss {result.loss:.4f}"
     text += f"  {duration(result.seconds)}"
     if num_left:
-        text += f", at most {duration(seconds_left / num_processes)} left"
+        text += f", at most {duration(seconds_left / (1 + others))} left"
     details = [cell.name, *([result.diverged] if result.diverged else [])]
     return "\n        ".join([text, *details])
 

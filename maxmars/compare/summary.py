@@ -17,13 +17,12 @@ from maxmars.compare.cells import (
     Comparison,
     Contender,
     Setting,
-    read_comparisons,
+    read_comparison,
     read_results,
 )
 from maxmars.compare.curves import TRAINING_LOSS, Line, Logged, read_logged
 from maxmars.compare.grids import Number, value_of
 from maxmars.compare.search import (
-    Results,
     Search,
 )
 from maxmars.compare.statistics import (
@@ -145,7 +144,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a comparison found at one size."""
+    """What a comparison found."""
 
     comparison: Comparison
     outcomes: tuple[Outcome, ...]
@@ -173,30 +172,16 @@ class Summary:
         return MARK if few or not all(o.search.is_at_its_end for o in named) else ""
 
 
-def summarize(workdir: Path) -> dict[str, Summary]:
+def summarize(workdir: Path) -> Summary:
     """Read a comparison, complete or not.
-
-    Returns:
-      What was found by the name of the size, smallest model first.
 
     Raises:
       ValueError: `workdir` holds no comparison, or none of its cells is finished yet.
     """
-    summaries = {
-        comparison.size: _summarize(comparison, read_results(comparison, workdir), workdir)
-        for comparison in read_comparisons(workdir)
-    }
-    if not any(o.num_cells for summary in summaries.values() for o in summary.outcomes):
+    comparison = read_comparison(workdir)
+    results = read_results(comparison, workdir)
+    if not results:
         raise ValueError(f"no cell of {workdir} is finished yet; start its comparison again.")
-    return by_size(summaries)
-
-
-def by_size(summaries: Mapping[str, Summary]) -> dict[str, Summary]:
-    """Summaries in the order of the size, smallest model first."""
-    return dict(sorted(summaries.items(), key=lambda item: item[1].num_parameters))
-
-
-def _summarize(comparison: Comparison, results: Results, workdir: Path) -> Summary:
     searches = {c.name: Search(c, comparison, results) for c in comparison.contenders}
     base = searches[comparison.baseline]
     baselines = [] if base.best is None else base.results_at(base.best)

@@ -55,7 +55,6 @@ class Repeated:
         """The verdict."""
         cell = self.row.cell
         whose = f"{cell.contender}, seed {cell.seed}, {self.steps:,} steps"
-        whose = f"{cell.size}, {whose}" if cell.size else whose
         if self.problem is not None:
             return f"{whose}: REFUSED, {self.problem}"
         how = f"equal up to rounding (losses differ by at most {self.difference:.1e})"
@@ -70,7 +69,6 @@ def verify(
     workdir: Path,
     scratch: Path,
     *,
-    size: str | None = None,
     contender: str | None = None,
     seed: int | None = None,
     steps: int | None = None,
@@ -82,7 +80,6 @@ def verify(
     Args:
       workdir: directory of the comparison.
       scratch: working directory of the run.
-      size: name of the size of the model; None is the smallest.
       contender: whose run, at its best setting; None is the best contender's.
       seed: of the run; None is the first.
       steps: only so many first steps; None is all of them.
@@ -95,11 +92,7 @@ def verify(
       FileNotFoundError: there is no data, or a file that its config names is another one here.
       KeyboardInterrupt: a signal stopped the run.
     """
-    summaries = summarize(workdir)
-    own = next(iter(summaries)) if size is None else size
-    if own not in summaries:
-        raise ValueError(f"--size {own} is none of those with a finished run: {[*summaries]}.")
-    row, config = _find(summaries[own], contender, seed)
+    row, config = _find(summarize(workdir), contender, seed)
     config = with_kept_code(config, workdir)
     if data_path is not None:
         if not isinstance(config.data, TokenShardsConfig):

@@ -8,7 +8,7 @@ import pytest
 from tiny import short_config
 
 from maxmars import cli
-from maxmars.compare.cells import Comparison, read_comparisons
+from maxmars.compare.cells import Comparison, read_comparison
 
 CONFIG = """
 import sys
@@ -72,8 +72,7 @@ def compared(tmp_path_factory, compare_command) -> Path:
 @pytest.fixture(scope="session")
 def comparison(compared) -> Comparison:
     """What that comparison compares."""
-    (comparison,) = read_comparisons(compared)
-    return comparison
+    return read_comparison(compared)
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ def recorded(tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(["compare", *words, "--model.max-seq-len", "1000", "--workdir", str(out)])
         assert "model.max_seq_len=1000" in capsys.readouterr().err
-        return json.loads((out / "compare.json").read_text())["sizes"][""]
+        return json.loads((out / "compare.json").read_text())
 
     return recorded
 
@@ -100,7 +100,7 @@ def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, 
             ]
         )
     assert "64 tokens" in capsys.readouterr().err
-    kept = json.loads((tmp_path / "out" / "compare.json").read_text())["sizes"][""]
+    kept = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert list(kept["compared"]) == ["adamw", "mars_m", "muon", "mine"]
     config = from_dict(kept["configs"]["mine"])
     assert config.optimizer.make == Source.of("mine.py:make")
@@ -125,7 +125,7 @@ def test_an_own_optimizer_is_tuned_over_the_fields_that_the_others_have(tmp_path
     (tmp_path / "mine.py").write_text(mine.replace("...", "return optax.adamw(learning_rate, b1)"))
     with pytest.raises(SystemExit):  # of 64 tokens no batch can be made
         main(["compare", *words, "--tune", "learning_rate", "weight_decay", "b1"])
-    grids = json.loads((tmp_path / "out" / "compare.json").read_text())["sizes"][""]["compared"]
+    grids = json.loads((tmp_path / "out" / "compare.json").read_text())["compared"]
     fields = {name: [grid["field"] for grid in own] for name, own in grids.items()}
     assert fields["mine"] == fields["adamw"] == ["learning_rate", "weight_decay", "b1"]
     assert grids["mine"][1]["scanned"] == [0.03]

@@ -21,9 +21,17 @@ from made_up import cell_result, change_comparison, change_rows
 from maxmars import cli
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import read_journal
-from maxmars.compare.cells import Cell, Comparison, Contender, read_results, write_result
+from maxmars.compare.cells import (
+    Cell,
+    Comparison,
+    Contender,
+    read_comparison,
+    read_results,
+    write_result,
+)
 from maxmars.compare.grids import make_grid
 from maxmars.compare.run import compare
+from maxmars.compare.summary import summarize
 from maxmars.config import AdEMAMixConfig
 from maxmars.train import train
 from maxmars.train.journal import began_in
@@ -37,10 +45,9 @@ def series(workdir, key):
     return {row["step"]: row[key] for row in rows if key in row}
 
 
-def reported(workdir):
-    """What `report.json` holds of a comparison of one size."""
-    (size,) = json.loads((workdir / "report.json").read_text())["sizes"]
-    return size
+def outcomes(workdir):
+    """What a comparison found, by contender."""
+    return {outcome.contender.name: outcome for outcome in summarize(workdir).outcomes}
 
 
 def test_what_a_comparison_leaves_behind(compared):
@@ -50,7 +57,7 @@ def test_what_a_comparison_leaves_behind(compared):
     drawn = (*losses, "every_run", "rates_and_norms", "tuning_learning_rate")
     assert files == {
         *("cells", "compare.json", "rows.jsonl", "figures", *(f"figures/{n}.png" for n in drawn)),
-        *("report.json", "report.md", "results.csv", "results.tex"),
+        *("report.md", "results.csv", "results.tex"),
     }
     files = {p.name for p in LION.directory(compared).iterdir()}
     assert files >= {"config.json", "environment.json", "metrics.jsonl", "logs"}
@@ -67,23 +74,23 @@ def test_what_the_command_prints(compared):
 
 
 def test_what_is_reported(compared):
-    report = reported(compared)
-    adamw, lion = report["outcomes"]
-    assert report["num_missing"] == 0
-    assert adamw["num_diverged"] == 1
-    assert adamw["settings"][1] == {"setting": {"learning_rate": 1e4}, "losses": ["Infinity"]}
-    assert lion["test"]["difference"]["mean"] == pytest.approx(
-        lion["loss"]["mean"] - adamw["loss"]["mean"]
+    summary = summarize(compared)
+    adamw, lion = summary.outcomes
+    assert summary.num_missing == 0
+    assert adamw.num_diverged == 1
+    assert adamw.losses[(("learning_rate", 1e4),)] == [math.inf]
+    assert lion.best.test.difference.mean == pytest.approx(
+        lion.best.loss.mean - adamw.best.loss.mean
     )
-    assert len(lion["untried"]) == 1  # the budget has room for the two rates alone
-    assert lion["cost"]["optimizer_state_bytes"] < adamw["cost"]["optimizer_state_bytes"]
-    assert lion["cost"]["collective_bytes"] > 0
-    assert lion["step_time_s"] > 0
-    assert lion["curves"][0]["tokens"] == [0, 4 * 256]
+    assert len(lion.search.untried) == 1  # the budget has room for the two rates alone
+    assert lion.cost["optimizer_state_bytes"] < adamw.cost["optimizer_state_bytes"]
+    assert lion.cost["collective_bytes"] > 0
+    assert lion.step_time_s > 0
+    assert lion.best.line.curves[0].tokens == (0, 4 * 256)
     page = (compared / "report.md").read_text()
     assert page.count("](figures/") == 7
-    assert report["digests"]["0"]["tokens"][:12] in page
-    p = lion["test"]["p_adjusted"]
+    assert summary.digests[0][1][:12] in page
+    p = summary.p_adjusted["lion"]
     for text in (page, (compared.parent / "printed").read_text()):
         assert f" {p:.2g}† " in text  # of two seeds
         assert f" {p:.2g} " not in text
@@ -92,12 +99,12 @@ def test_what_is_reported(compared):
         first, second = csv.DictReader(file)
     assert (first["name"], second["name"]) == ("adamw", "lion")
     loss = [float(second[f"loss{end}"]) for end in ("", "_low", "_high")]
-    assert loss == list(lion["loss"].values())
+    assert loss == list(dataclasses.astuple(lion.best.loss))
     assert (first["difference"], second["num_seeds"], second["search_ended"]) == ("", "2", "False")
     table = (compared / "results.tex").read_text()
     assert table.count("\\\\\n") == 3
     assert "learning\\_rate=" in table
-    assert f"{lion['loss']['mean']:.4f}" in table
+    assert f"{lion.best.loss.mean:.4f}" in table
 
 
 def test_with_the_same_seed_all_cells_have_the_same_weights_and_tokens(compared, comparison):
@@ -132,34 +139,30 @@ def test_a_result_survives_its_file(comparison, tmp_path):
 
 @pytest.mark.seconds
 def test_missing_cells_are_run_and_finished_ones_kept(compare_command, kept, comparison, capsys):
-    """Of a comparison of the format before, which had no sizes; its runs are gone, and rows are
-    damaged. The larger budget extends its grids."""
+    """Its runs are gone, and rows are damaged. The larger budget extends its grids."""
     before = read_results(comparison, kept)
     fields = json.loads((kept / "compare.json").read_text())
-    (kept / "compare.json").write_text(json.dumps({"format": 4, **fields["sizes"][""]}))
     damaged = '[]\n{"cell": 1}\n{"loss": "x"}\n{'
     settings = [list(map(list, LION.setting)), 0]
     change_rows(
         kept, lambda r: damaged if [r["cell"]["setting"], r["cell"]["seed"]] == settings else r
     )
-    rows = (kept / "rows.jsonl").read_text().replace('"size": "", ', "")
+    rows = (kept / "rows.jsonl").read_text()
     (kept / "rows.jsonl").write_text(rows + '{"cell": {"contender": "lion", "sett')  # a kill
     assert read_results(comparison, kept).keys() == before.keys() - {LION}
 
-    cli.main([*compare_command, str(kept), "--budget", "3", "--json"])
-    out, err = capsys.readouterr()
-    assert f"{len(before) - 1} cells" in err
-    assert json.loads(out) == {"sizes": [reported(kept)]}
+    cli.main([*compare_command, str(kept), "--budget", "3"])
+    printed = capsys.readouterr().out
+    assert f"{len(before) - 1} cells" in printed
     after = read_results(comparison, kept)
     assert after[LION].loss == before[LION].loss
     assert all(after[cell] == before[cell] for cell in before if cell != LION)
-    assert err.count(",seed=") == len(after) - len(before) + 1
-    fields["sizes"][""]["budget"] = 3
-    assert json.loads((kept / "compare.json").read_text()) == fields
-    for outcome in reported(kept)["outcomes"]:
-        rates = [row["setting"]["learning_rate"] for row in outcome["settings"]]
+    assert printed.count(",seed=") == len(after) - len(before) + 1
+    assert json.loads((kept / "compare.json").read_text()) == fields | {"budget": 3}
+    for name, outcome in outcomes(kept).items():
+        rates = [dict(setting)["learning_rate"] for setting in outcome.losses]
         assert len(rates) == 3
-        assert not min(rates[:2]) <= rates[2] <= max(rates[:2]) or outcome["name"] == "adamw"
+        assert not min(rates[:2]) <= rates[2] <= max(rates[:2]) or name == "adamw"
 
 
 @pytest.mark.seconds
@@ -170,25 +173,29 @@ def test_a_search_that_starts_from_another_comparison(compare_command, compared,
     with pytest.raises(SystemExit):
         cli.main([*words, "--tune", "learning_rate", "weight_decay"])
     assert "model.max_seq_len=1000" in capsys.readouterr().err
-    grids = json.loads((tmp_path / "compare.json").read_text())["sizes"][""]["compared"]
-    for outcome in reported(compared)["outcomes"]:
-        rate = outcome["setting"]["learning_rate"]
-        assert grids[outcome["name"]][0]["scanned"] == [rate / 2, rate, rate * 2]
+    grids = json.loads((tmp_path / "compare.json").read_text())["compared"]
+    for name, outcome in outcomes(compared).items():
+        rate = dict(outcome.best.setting)["learning_rate"]
+        assert grids[name][0]["scanned"] == [rate / 2, rate, rate * 2]
 
 
-@pytest.mark.seconds
-def test_a_dry_run_says_cells_and_time_and_writes_nothing(
+def test_a_dry_run_says_what_would_be_done_and_writes_nothing(
     compare_command, compared, tmp_path, capsys
 ):
     cli.main([*compare_command, str(tmp_path / "new"), "--dry-run"])
     printed = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"adamw, learning_rate 0.004 10000 3 \d", printed)
-    assert re.search(r"lion, learning_rate 0.001 0.004 3 \d", printed)
-    assert re.search(r" 6 cells .*\d", printed)
+    assert "adamw: begins with learning_rate 0.004 10000" in printed
+    assert "lion: begins with learning_rate 0.001 0.004" in printed
+    assert "At most 6 runs of 4 steps" in printed
     assert not (tmp_path / "new").exists()
+    assert printed in " ".join((compared.parent / "printed").read_text().split())  # it begins so
 
     cli.main([*compare_command, str(compared), "--dry-run"])  # is complete
-    assert re.search(" 0 cells .* 0:00", capsys.readouterr().out)
+    assert "At most 0 runs" in capsys.readouterr().out
+    cli.main([*compare_command, str(tmp_path), "--dry-run", "--optimizers", "lion"])
+    printed = capsys.readouterr().out
+    assert "lion is alone" in printed
+    assert "--optimizers" in printed
 
 
 OWN = """
@@ -214,10 +221,10 @@ def test_an_optimizer_of_the_users_own(compare_command, tmp_path, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     refused = r"damping=0\.04,seed=0 the optimizer refuses it: own\.py:\d+: damping=0\.04 is more"
     assert re.search(refused, printed)
-    (outcome,) = reported(tmp_path / "made")["outcomes"]
-    losses = {row["setting"].get("damping"): row["losses"][0] for row in outcome["settings"]}
+    (outcome,) = outcomes(tmp_path / "made").values()
+    losses = {dict(setting).get("damping"): row[0] for setting, row in outcome.losses.items()}
     assert losses.keys() == {None, 0.01, 0.04}
-    assert losses[0.04] == "Infinity"
+    assert losses[0.04] == math.inf
     assert max(losses[None], losses[0.01]) < 10
 
     shutil.rmtree(tmp_path / "made" / "cells")
@@ -254,7 +261,7 @@ def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_
     alone = Comparison(
         contenders=(contender,), baseline="ademamix", seeds=(0,), budget=1, finalists=1
     )
-    assert compare([alone], tmp_path)
+    assert compare(alone, tmp_path)
     (result,) = read_results(alone, tmp_path).values()
     assert result.loss == math.inf
     assert "b1=0.95" in result.diverged
@@ -263,7 +270,7 @@ def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_
 
 @pytest.mark.seconds
 def test_comparisons_and_runs_in_one_report(compared, tmp_path, capsys):
-    """Several comparisons, of rows alone, are a column as sizes are."""
+    """Several comparisons, of rows alone, have a column."""
     for name, width in (("a-large", 32), ("small", 16)):
         (tmp_path / name).mkdir()
         for file in ("compare.json", "rows.jsonl"):
@@ -278,19 +285,25 @@ def test_comparisons_and_runs_in_one_report(compared, tmp_path, capsys):
     cli.main([*words, str(tmp_path / "out"), "--format", "svg"])
     printed = capsys.readouterr().out
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
-    small, large = json.loads((tmp_path / "out" / "report.json").read_text())["sizes"]
-    assert (small["size"], large["size"]) == ("small", "a-large")
-    assert large["outcomes"] == reported(compared)["outcomes"]
+    with (tmp_path / "out" / "results.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["comparison"] for row in rows] == ["small"] * 2 + ["a-large"] * 2
+    with (compared / "results.csv").open() as file:
+        own = list(csv.DictReader(file))
+    assert [row | {"comparison": "", "num_parameters": "_"} for row in rows[2:]] == [
+        row | {"num_parameters": "_"} for row in own
+    ]
     page = (tmp_path / "out" / "report.md").read_text()
     assert "| small | lion | " in page
     assert "](figures/small/loss_tokens.svg)" in page
+    assert "](figures/speed_up.svg)" in page
     assert "rates_and_norms" not in page
 
     run = shutil.copytree(LION.directory(compared), tmp_path / "one")
     cli.main(["report", str(compared), str(run), "--out", str(tmp_path / "both")])
-    lines = json.loads((tmp_path / "both" / "report.json").read_text())
-    names = [line["name"] for line in lines]
-    assert names == [f"{compared.name}: adamw", f"{compared.name}: lion", "one"]
+    page = (tmp_path / "both" / "report.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| [\d,]+ \|", page, re.MULTILINE)
+    assert rows == [f"{compared.name}: adamw", f"{compared.name}: lion", "one"]
 
 
 @pytest.mark.seconds
@@ -315,76 +328,43 @@ def test_the_pages_figures_are_made_of_rows(compared, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.slow
-def test_two_sizes_in_one_comparison(compare_command, tmp_path, capsys):
-    tuned = "--learning-rates 4e-3 --budget 1 --finalists 1 --seeds 1"
-    workdir = tmp_path / "out"
-    words = [*compare_command, str(workdir), "--optimizers", "adamw", "lion", *tuned.split()]
-    cli.main([*words, "--sizes", "32", "16"])
-    printed = capsys.readouterr().out
-    assert "[  2/2] 16 " in printed
-    assert printed.rindex("size 16") < printed.rindex("size 32") < printed.index("data speed-up")
-    cells = [json.loads(line)["cell"] for line in (workdir / "rows.jsonl").read_text().splitlines()]
-    assert [cell["size"] for cell in cells] == ["32"] * 2 + ["16"] * 2
-    assert (workdir / "cells/32/lion/learning_rate=0.004,seed=0/metrics.jsonl").exists()
-    small, large = json.loads((workdir / "report.json").read_text())["sizes"]
-    assert (small["size"], large["size"]) == ("16", "32")
-    assert small["num_parameters"] < large["num_parameters"]
-    assert small["digests"]["0"]["initial_weights"] != large["digests"]["0"]["initial_weights"]
-    with (workdir / "results.csv").open() as file:
-        assert [row["size"] for row in csv.DictReader(file)] == ["16"] * 2 + ["32"] * 2
-    assert {p.name for p in (workdir / "figures").iterdir()} == {"16", "32", "speed_up.png"}
-
-    # One size alone continues, and keeps the other one in the report.
-    before = (workdir / "report.md").read_text()
-    assert "| 32 | lion | learning_rate=" in before
-    cli.main([*words, "--sizes", "16"])
-    assert (workdir / "report.md").read_text() == before
-    assert "2 cells" in capsys.readouterr().out
-    cli.main(["compare", "verify", str(workdir), "--contender", "lion", "--size", "32"])
-    assert "32, lion, seed 0, 4 steps: " in capsys.readouterr().out
-    cli.main([*words, "--start-from", str(workdir / "16"), "--dry-run"])
-    assert "At most 2 cells" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_two_processes_share_the_cells(compare_command, compared, comparison, tmp_path):
-    command = [sys.executable, "-m", "maxmars", *compare_command, str(tmp_path)]
-    workers = [
-        subprocess.Popen([*command, "--cells", part], stdout=subprocess.PIPE, text=True)
-        for part in ("0/2", "1/2")
-    ]
-    printed = [worker.communicate(timeout=300)[0] for worker in workers]
-    assert [worker.returncode for worker in workers] == [0, 0]
-    first, second = (set(re.findall(r"\] (\S+) .*\n +(\S+,seed=\d)", text)) for text in printed)
-    assert first
-    assert second
-    assert not first & second
-    one, shared = read_results(comparison, compared), read_results(comparison, tmp_path)
-    assert {cell: result.loss for cell, result in shared.items()} == {
-        cell: result.loss for cell, result in one.items()
-    }
-
-
-@pytest.mark.slow
-def test_a_killed_comparison_continues_its_cell(compare_command, tmp_path):
-    words = ["--num-steps", "40", "--seeds", "1", "--learning-rates", "1e-3", "--eval.every", "20"]
-    words += ["--budget", "1", "--optimizers", "adamw", "--checkpoint.every", "1", "--workdir"]
+def test_any_number_of_processes_share_the_cells_and_one_that_is_killed_is_replaced(
+    compare_command, tmp_path
+):
+    """Two give the same command; one is killed within a cell, which the other one continues."""
+    words = ["--num-steps", "60", "--seeds", "2", "--learning-rates", "1e-3", "4e-3"]
+    words += ["--eval.every", "30", "--budget", "2", "--finalists", "1"]
+    words += ["--optimizers", "adamw", "lion", "--checkpoint.every", "1", "--workdir"]
     command = [*compare_command[:2], *words]
-    cell = Cell(contender="adamw", setting=(("learning_rate", 1e-3),), seed=0)
-    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    undisturbed, shared = tmp_path / "undisturbed", tmp_path / "shared"
     cli.main([*command, str(undisturbed)])
-    process = subprocess.Popen([sys.executable, "-m", "maxmars", *command, str(killed)])
-    checkpoints = cell.directory(killed) / "checkpoints"
-    deadline = time.monotonic() + 120
-    while not [p for p in checkpoints.glob("*") if p.name.isdigit() and int(p.name) >= 5]:
-        assert process.poll() is None  # it runs until it is killed
+    start = [sys.executable, "-m", "maxmars", *command, str(shared)]
+    first, second = (subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(2))
+
+    def begun():
+        """The cells that have come to their fifth step."""
+        saved = shared.glob("cells/*/*/checkpoints/*")
+        return {path.parents[1] for path in saved if path.name.isdigit() and int(path.name) >= 5}
+
+    deadline = time.monotonic() + 240
+    while len(begun()) < 2:
+        assert (first.poll(), second.poll()) == (None, None)
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert not (killed / "rows.jsonl").exists()
-    cli.main([*command, str(killed)])
-    began = began_in(read_journal(cell.directory(killed)))
-    assert len({line["step"] for line in began}) == 2  # the second did not begin at step 0
-    for key in ("train/loss", "eval/loss"):
-        assert series(cell.directory(killed), key) == series(cell.directory(undisturbed), key)
+    cells = begun()
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    printed, _ = second.communicate(timeout=300)
+    assert second.returncode == 0
+    assert ",seed=" in printed
+    comparison = read_comparison(shared)
+    rows = [json.loads(line) for line in (shared / "rows.jsonl").read_text().splitlines()]
+    one, other = (read_results(comparison, workdir) for workdir in (undisturbed, shared))
+    assert len(rows) == len(other)  # no cell was run twice
+    assert {cell: result.loss for cell, result in other.items()} == {
+        cell: result.loss for cell, result in one.items()
+    }
+    starts = [[line["step"] for line in began_in(read_journal(cell))] for cell in cells]
+    (continued,) = (steps for steps in starts if len(steps) == 2)
+    assert continued[0] == 0 < continued[1]
+    assert (shared / "results.csv").read_text().count("\n") == 3

@@ -19,13 +19,6 @@ START = (*CONTINUE, "new", *OPTIMIZERS, "--start-from")
 VERIFY = ("compare", "verify", "{kept}")
 
 
-def with_sizes(kept, comparison):
-    fields = json.loads((kept / "compare.json").read_text())
-    (size,) = fields["sizes"].values()
-    (kept / "compare.json").write_text(json.dumps(fields | {"sizes": {"32": size, "16": size}}))
-    change_rows(kept, lambda row: row | {"cell": row["cell"] | {"size": "32"}})
-
-
 def tuned_over_b1(kept, comparison):
     """Its best setting was left by an earlier search over more fields."""
     for cell, result in read_results(comparison, kept).items():
@@ -47,10 +40,10 @@ def other_tokens(kept, comparison):
 
 
 CHANGES = {
-    "sizes": with_sizes,
     "more": tuned_over_b1,
     "old": first_version,
-    "damaged": lambda kept, _: (kept / "compare.json").write_text('{"format": 5, "conf'),
+    "before": lambda kept, _: change_comparison(kept, lambda fields: fields.update(format=5)),
+    "damaged": lambda kept, _: (kept / "compare.json").write_text('{"format": 6, "conf'),
     "lost": lambda kept, _: change_comparison(kept, lambda size: size.update(baseline="sgd")),
     "tokens": other_tokens,
     "unfinished": lambda kept, _: change_rows(kept, lambda row: None),
@@ -68,7 +61,6 @@ REFUSED = [
     (["compare", "quickstart", *TO, "--optimizers", "adamw,mars"], 2, "adamw,mars"),
     (["compare", "quickstart", *TO, "--optimizers", "no.py:make"], 2, "no.py"),
     (["compare", f"{TINY}:optimizer=mars", *TO, "--optimizers", "muon"], 2, "'optimizer=muon'"),
-    (["compare", TINY, *TO, "--sizes", "0.3M", "2M"], 2, "'size=2M'"),
     (["compare", TINY, TINY, *TO], 2, "'compare-tiny-mars'"),
     (["compare", TINY, *TO, *OPTIMIZERS, "--baseline", "muon"], 2, "'muon'"),
     (["compare", "quickstart", *TO, "--learning-rates", "fast"], 2, "fast"),
@@ -77,23 +69,20 @@ REFUSED = [
     (["compare", "quickstart", *TO, "--tune", "learning_rate", "beta"], 2, "'beta'"),
     (["compare", "quickstart", *TO, "--tune", "learning_rate,b1"], 2, "learning_rate,b1"),
     (["compare", "quickstart", *TO, "--confirm", "4"], 2, "confirm=4"),
-    (["compare", "quickstart", *TO, "--cells", "2/2"], 2, "--cells 2/2"),
     ([*START, "no/such"], 2, "no/such "),
     ([*START, "{unfinished}"], 2, "{unfinished}"),
-    ([*START, "{sizes}"], 2, "{sizes}/32, {sizes}/16"),
     ([*START, "{kept}", "--tune", "weight_decay"], 2, "learning_rate too"),
     ([*START, "{more}", "--tune", "learning_rate"], 2, "b1 too"),
     # What cannot be continued.
     ([*CONTINUE, "{kept}", "--gradient-clip-norm", "0.5"], 1, "gradient_clip_norm (1.0 there, 0.5"),
-    ([*CONTINUE, "{sizes}"], 1, "{sizes} holds a comparison of the sizes 32, 16"),
     ([*CONTINUE, "{old}"], 1, "format 1"),
+    ([*CONTINUE, "{before}"], 1, "format 5"),
     ([*CONTINUE, "{damaged}"], 1, "{damaged}/compare.json"),
     ([*CONTINUE, "{tokens}"], 1, "lion and adamw have other tokens with seed 0"),
     # What cannot be repeated.
     ([*VERIFY[:2]], 2, "DIR"),
     ([*VERIFY, "--contender", "sgd"], 1, "sgd"),
     ([*VERIFY, "--seed", "7"], 1, "--seed 7"),
-    ([*VERIFY, "--size", "1M"], 1, "--size 1M"),
     ([*VERIFY, "--data", "{kept}/x"], 1, "{kept}/x"),
     ([*VERIFY[:2], "none"], 1, "none "),
     # What cannot be drawn.

@@ -11,7 +11,7 @@ from maxmars.compare.statistics import Interval
 from maxmars.compare.summary import Outcome, Summary, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS = ROOT / ".github" / "results" / "tiny"
+RESULTS = ROOT / ".github" / "results"
 SIZES = ("0.3M", "1M")
 PAGE = (ROOT / "maxmars" / "compare" / "README.md").read_text()
 NOTES = {"momentum": " (momentum)", "vector_b2": " (vectors)"}
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not RESULTS.is_dir(), reason="an sdist has no .g
 
 @pytest.fixture(scope="module")
 def summaries() -> dict[str, Summary]:
-    return summarize(RESULTS)
+    return {size: summarize(RESULTS / f"tiny-{size}") for size in SIZES}
 
 
 def interval(value: Interval, sign: str = "") -> str:

@@ -29,42 +29,35 @@ CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=1e-3))
 LOSSES = {"a": (3.0, 3.1, 2.9), "b": (2.0, 2.2, 2.1), "c": (2.5, 2.8, 2.2)}
 
 
-def write(workdir, losses, num_seeds=3, size=""):
+def write(workdir, losses, num_seeds=3):
     """A comparison with these losses of its contenders; one that is None is not finished."""
     grid = make_grid(CONFIG, "learning_rate", (1e-3,))
     assert grid is not None
     comparison = Comparison(
-        size=size,
         contenders=tuple(Contender(name=name, config=CONFIG, grids=(grid,)) for name in losses),
         baseline="a",
         seeds=tuple(range(num_seeds)),
         budget=1,
         finalists=1,
     )
-    open_comparison([comparison], workdir)
+    open_comparison(comparison, workdir)
     for name, by_seed in losses.items():
         for seed, loss in enumerate(by_seed):
             if loss is not None:
-                write_result(made_up(name, seed, loss, size), workdir)
+                write_result(made_up(name, seed, loss), workdir)
 
 
-def made_up(name, seed, loss, size="", **changes):
+def made_up(name, seed, loss, **changes):
     """The result of a cell whose loss fell from 6 to this."""
-    cell = Cell(size=size, contender=name, setting=(("learning_rate", 1e-3),), seed=seed)
+    cell = Cell(contender=name, setting=(("learning_rate", 1e-3),), seed=seed)
     points = {"steps": (0, 1), "tokens": (0, 100), "losses": (6.0, loss)}
     curve = Curve(loss_of="validation loss", **points, step_time_s=0.1)
     return cell_result(cell, loss, curve=curve, step_time_s=0.1, **changes)
 
 
-def summary_of(workdir):
-    """What a comparison of one size found."""
-    (summary,) = summarize(workdir).values()
-    return summary
-
-
 def page_of(workdir):
     """The page of its report."""
-    write_report(summarize(workdir), workdir)
+    write_report({"": summarize(workdir)}, workdir)
     return (workdir / "report.md").read_text()
 
 
@@ -73,7 +66,7 @@ SEVERAL = "The cells ran on several devices"
 
 def test_every_pair_is_tested_with_holms_method_over_all_pairs(tmp_path):
     write(tmp_path, LOSSES)
-    pairs = {(pair.first, pair.second): pair for pair in summary_of(tmp_path).pairs}
+    pairs = {(pair.first, pair.second): pair for pair in summarize(tmp_path).pairs}
     assert list(pairs) == [("b", "c"), ("b", "a"), ("c", "a")]  # the lower mean first
     p = {pair: scipy.stats.ttest_rel(LOSSES[pair[0]], LOSSES[pair[1]]).pvalue for pair in pairs}
     assert {pair: pairs[pair].test.p for pair in pairs} == p
@@ -86,14 +79,14 @@ def test_every_pair_is_tested_with_holms_method_over_all_pairs(tmp_path):
 
 def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
     write(tmp_path, {"a": (3.0, 2.0, None), "b": (2.9, None, 5.0)})
-    a, b = (outcome.best for outcome in summary_of(tmp_path).outcomes)
+    a, b = (outcome.best for outcome in summarize(tmp_path).outcomes)
     assert a.speed_up is None
     gain = b.speed_up
     assert gain.mean == pytest.approx((6 - 2.9) / (6 - 3.0))  # of seed 0; the curves are lines
     assert gain.low is None
     # Contender and baseline exchanged give the inverse.
     change_comparison(tmp_path, lambda fields: fields.update(baseline="b"))
-    a, _ = (outcome.best for outcome in summary_of(tmp_path).outcomes)
+    a, _ = (outcome.best for outcome in summarize(tmp_path).outcomes)
     assert a.speed_up.mean == pytest.approx(1 / gain.mean)
 
 
@@ -113,7 +106,7 @@ def test_the_time_speed_up_counts_the_dearer_step(tmp_path, capsys):
 
 def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp_path):
     write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (2.9, 3.0, None), "c": (2.8, 2.9, 3.4)})
-    summary = summary_of(tmp_path)
+    summary = summarize(tmp_path)
     assert {(pair.first, pair.second) for pair in summary.pairs} == {
         ("b", "a"),
         ("a", "c"),  # of all seeds
@@ -150,19 +143,27 @@ def test_cells_of_several_devices_are_told_apart(tmp_path):
 
 
 @pytest.mark.seconds
-def test_sizes_that_are_unfinished_or_not_begun_are_told_as_such(tmp_path, capsys):
-    write(tmp_path, LOSSES, size="0.3M")
-    write(tmp_path, LOSSES | {"b": (2.0, None, None)}, size="1M")
-    write(tmp_path, dict.fromkeys(LOSSES, ()), size="3M")
-    cli.main(["report", str(tmp_path)])
+def test_one_of_several_comparisons_that_is_unfinished_is_told_as_such(tmp_path, capsys):
+    small, large = tmp_path / "small", tmp_path / "large"
+    write(small, LOSSES)
+    write(large, LOSSES | {"b": (2.0, None, None)})
+    cli.main(["report", str(small), str(large), "--out", str(tmp_path / "out")])
     printed = capsys.readouterr().out
-    assert printed.index("size 1M") < printed.index("missing, 2 ")
-    page = (tmp_path / "report.md").read_text()
-    assert "0.3M: UNFINISHED" not in page
-    assert re.search("1M: UNFINISHED.* 2 ", page)
-    assert re.search("3M: UNFINISHED.* 3 ", page)
+    assert printed.index("comparison large") < printed.index("missing, 2 ")
+    page = (tmp_path / "out" / "report.md").read_text()
+    assert "small: UNFINISHED" not in page
+    assert re.search("large: UNFINISHED.* 2 ", page)
     assert "2.0000 (1 of 3 seeds)" in page
-    assert "| 3M | b | – |" in page
+    assert "| large | c | learning_rate=0.001 | " in page
+
+
+def test_the_seeds_that_would_find_a_small_difference_are_one_sentence(tmp_path):
+    write(tmp_path, LOSSES)
+    needed = {o.contender.name: o.best.seeds_needed for o in summarize(tmp_path).outcomes}
+    assert needed["a"] is None
+    (line,) = [text for text in page_of(tmp_path).splitlines() if text.startswith("Seeds that")]
+    assert f"{needed['b']:,} (b)" in line
+    assert f"{needed['c']:,} (c)" in line
 
 
 def test_the_same_file_of_an_own_optimizer_may_have_another_path(tmp_path, monkeypatch):
@@ -177,7 +178,7 @@ def test_the_same_file_of_an_own_optimizer_may_have_another_path(tmp_path, monke
         comparison = Comparison(
             contenders=(contender,), baseline="own", seeds=(0,), budget=1, finalists=1
         )
-        open_comparison([comparison], tmp_path / "compared")
+        open_comparison(comparison, tmp_path / "compared")
 
     opened("own.py")
     opened(own)

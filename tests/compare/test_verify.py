@@ -1,7 +1,6 @@
 """Rows of a real comparison of tiny models: repeated and forged."""
 
 import dataclasses
-import json
 import math
 
 import pytest
@@ -9,6 +8,7 @@ from made_up import change_comparison, change_rows
 
 from maxmars import cli
 from maxmars.compare.cells import Cell, read_results
+from maxmars.compare.summary import summarize
 from maxmars.compare.verify import judge
 from maxmars.config import (
     MeshConfig,
@@ -44,8 +44,7 @@ def forge(kept, row, **config):
 
 @pytest.mark.seconds
 def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
-    (report,) = json.loads((compared / "report.json").read_text())["sizes"]
-    best = min((o for o in report["outcomes"]), key=lambda o: o["loss"]["mean"])["name"]
+    best = min(summarize(compared).outcomes, key=lambda o: o.best.loss.mean).contender.name
     cli.main(["compare", "verify", str(compared), "--workdir", str(tmp_path / "run")])
     printed = capsys.readouterr().out
     assert f"{best}, seed 0, {STEPS} steps: " in printed

@@ -3,6 +3,7 @@
 They read where the server is at their first use: hence processes of their own.
 """
 
+import html
 import importlib.util
 import json
 import os
@@ -106,8 +107,8 @@ def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
     assert any(name.endswith(".xplane.pb") for name in traces)
     assert remote - traces == local
     assert list((tmp_path / "drawn" / "figures").glob("*.png"))
-    drawn = json.loads((tmp_path / "drawn" / "report.json").read_text())
-    assert [line["run"] for line in drawn] == ["gs://bucket/runs/tiny"]
+    page = html.unescape((tmp_path / "drawn" / "report.md").read_text())
+    assert "Made by `maxmars report` of gs://bucket/runs/tiny." in page
     card = (tmp_path / "exported" / "README.md").read_text()
     assert "| 4 of 4, " in card
     assert "tiny: one trajectory, steps 0 to 4 (sessions: 2, " in card
