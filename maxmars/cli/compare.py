@@ -28,6 +28,7 @@ from maxmars.config.load import load_comparison
 if TYPE_CHECKING:
     from maxmars.compare.cells import Comparison, Contender
     from maxmars.compare.grids import Number
+    from maxmars.distributed.files import Workdir
 
 _PROG = "maxmars compare"
 
@@ -110,6 +111,7 @@ def run(argv: list[str]) -> int:
 
     with loading_jax():
         from maxmars.compare.cells import read_results
+        from maxmars.compare.figures import why_no_figures
         from maxmars.compare.report import print_plan, print_report
         from maxmars.compare.run import compare
         from maxmars.compare.summary import summarize
@@ -117,6 +119,8 @@ def run(argv: list[str]) -> int:
         from maxmars.distributed.exits import EXIT_CODE
 
     print_plan(comparison, read_results(comparison, workdir))
+    if why_none := why_no_figures():
+        print(why_none)
     if arguments.dry_run:
         return 0
     processes.check_accelerators()
@@ -286,17 +290,20 @@ class ReportArguments(CheckedConfig):
     """Draw losses, rates and norms of runs, as figures and one Markdown page.
 
     A RUN is a working directory of `maxmars train`, also in a bucket, or of `maxmars compare`, of
-    which each contender is drawn at its best rate. Comparisons alone get their whole report again,
-    also before they are complete; that of several has a column for them.
+    which each contender is drawn at its best setting. Comparisons alone get their whole report
+    again, also before they are complete; that of several has a column for them. curves.csv has what
+    is drawn, and more, as numbers. Figures need matplotlib (extra `report`).
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars report runs/quickstart",
-        "maxmars report runs/a runs/b --out reports/ab",
+        "maxmars report runs/a runs/b --labels AdamW MARS --out reports/ab",
     )
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """What to draw, such as runs/quickstart."""
+    labels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")] = ()
+    """What tables and figures call the RUNs, one label each; none are the names of directories."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for report.md, tables and figures; None is RUN/report, or the comparison
     itself, on a disk. Only an earlier report of the same runs is written anew there."""
@@ -318,6 +325,7 @@ def run_report(argv: list[str]) -> int:
             origin_of,
             print_lines,
             print_report,
+            print_where,
             write_report,
             write_run_report,
         )
@@ -333,8 +341,12 @@ def run_report(argv: list[str]) -> int:
             "maxmars report of several runs, or of one in a bucket, needs --out DIR, where the "
             "report goes."
         )
-    if len({path.name for path in runs.values()}) == len(runs):
-        runs = {path.name: path for path in runs.values()}
+    labels = arguments.labels or _run_names(list(runs.values()))
+    if len(labels) != len(runs) or len(set(labels)) < len(labels):
+        raise UsageError(
+            f"--labels {' '.join(labels)}: give each of the {len(runs)} RUNs one label of its own."
+        )
+    runs = dict(zip(labels, runs.values(), strict=True))
     out = Path(arguments.out or first).expanduser().absolute()
     compared = {
         name: summarize(path)
@@ -368,8 +380,20 @@ def run_report(argv: list[str]) -> int:
         out = out / "report"
     write_run_report(lines, out, workdirs, arguments.format)
     print_lines(lines)
-    print(f"report: {out / 'report.md'}")
+    print_where(out)
     return 0
+
+
+def _run_names(paths: Sequence[Workdir]) -> list[str]:
+    """Names of runs and comparisons: of a run within a comparison with its contender, and with as
+    many directories before as tell it from the others."""
+    is_cell = [path.parts[-3:-2] == ("cells",) for path in paths]
+    lengths = [2 if within else 1 for within in is_cell]
+    while True:
+        names = ["/".join(p.parts[-n:]) for p, n in zip(paths, lengths, strict=True)]
+        if len(set(names)) == len(names):
+            return names
+        lengths = [n + (names.count(name) > 1) for n, name in zip(lengths, names, strict=True)]
 
 
 def _words_of(options: Sequence[str], flag: str) -> list[str]:

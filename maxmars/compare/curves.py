@@ -21,8 +21,8 @@ NORMS = {
     "train/update_norm": "update norm",
     "train/param_norm": "parameter norm",
 }
-RATES_AND_NORMS = {"train/learning_rate": "learning rate", **NORMS}
-"""Metrics of steps that a report draws beside the losses, and how it calls them."""
+LOGGED = {TRAINING_LOSS: "training loss", "train/learning_rate": "learning rate", **NORMS}
+"""Metrics of steps that a report draws beside the validation losses, and how it calls them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +48,8 @@ class Logged:
     tokens: Mapping[int, int]
     """Step -> tokens trained on."""
     series: Mapping[str, Sequence[tuple[int, float]]]
-    """Metric -> step and value, steps increasing; `TRAINING_LOSS`, `RATES_AND_NORMS`, `NORMS` by
-    component of the model, and evaluations of the user's own, as far as the run has them."""
+    """Metric -> step and value, steps increasing; those of `LOGGED`, `NORMS` by component of the
+    model, and evaluations of the user's own, as far as the run has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,14 @@ class Line:
         """
         times = [curve.step_time_s for curve in self.curves if curve.step_time_s]
         return float(np.median(times)) if times else None
+
+
+def shown_names(lines: Sequence[Line]) -> dict[str, str]:
+    """How tables and figures show the names of lines: that of a single seed says so where others
+    are means of several."""
+    is_mixed = any(line.curves[1:] for line in lines)
+    alone = {line.name for line in lines if is_mixed and not line.curves[1:]}
+    return {line.name: f"{line.name}{' (1 seed)' * (line.name in alone)}" for line in lines}
 
 
 def fixed_tokens_per_step(lines: Sequence[Line]) -> float | None:
@@ -139,7 +147,7 @@ def read_logged(workdir: Workdir, config: TrainConfig) -> Logged:
     rows = read_metrics(workdir)
     keys = sorted({key for row in rows for key in row})
     more = [key for key in keys if key.rpartition("/")[0] in NORMS or own_metric(key)]
-    series = {key: _series(rows, key) for key in (TRAINING_LOSS, *RATES_AND_NORMS, *more)}
+    series = {key: _series(rows, key) for key in (*LOGGED, *more)}
     return Logged(
         tokens=_tokens(rows, config),
         series={key: points for key, points in series.items() if points},
@@ -154,12 +162,6 @@ def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
         for metric in _metrics(lines)
         if metric.startswith(f"{norm}/")
     }
-
-
-def own_evaluations(lines: Sequence[Line]) -> dict[str, str]:
-    """The numbers of the user's own functions that lines have: metric -> how a report calls it."""
-    own_metrics = {metric: own_metric(metric) for metric in _metrics(lines)}
-    return {metric: ", ".join(names) for metric, names in own_metrics.items() if names}
 
 
 def _metrics(lines: Sequence[Line]) -> list[str]:

@@ -14,7 +14,6 @@ import contextlib
 import importlib.util
 import itertools
 import math
-import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxmars.compare.curves import TRAINING_LOSS, Curve, Line, fixed_tokens_per_step
+from maxmars.compare.curves import TRAINING_LOSS, Line, fixed_tokens_per_step, shown_names
 from maxmars.compare.grids import Number
 from maxmars.compare.statistics import CONFIDENCE, Interval
+from maxmars.compare.tables import folded
 from maxmars.config.errors import pip_install
 from maxmars.config.numbers import duration, short
 
@@ -66,14 +66,11 @@ _SMOOTHED = 16  # a running mean is over one of so many parts of a run
 _AXES = {"tokens": "tokens", "steps": "steps", "time": "time of the steps"}
 
 
-def require_matplotlib() -> None:
-    """Check that figures can be drawn.
-
-    Raises:
-      ImportError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ImportError(f"figures need matplotlib: {pip_install('report')}.")
+def why_no_figures() -> str | None:
+    """Why figures cannot be drawn, in a sentence; None if they can."""
+    if importlib.util.find_spec("matplotlib") is not None:
+        return None
+    return f"Without figures, which need matplotlib: {pip_install('report')}."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,39 +91,41 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str, note: str = 
     Args:
       lines: one for each contender or run.
       path: of the figure; its directory is made.
-      against: `tokens`; `steps`; or `time`, which leaves out lines without timed steps.
+      against: `tokens`, or `time`, which leaves out lines without timed steps.
       note: what the figure is of, above it.
 
     Returns:
       Whether there was anything to draw.
-
-    Raises:
-      ImportError: matplotlib is not installed.
     """
-    strands, numbers = [], _numbers([line.name for line in lines])
-    for line in _placed(lines, against):
-        runs = [(_positions(line, c.steps, c.tokens, against), c.losses) for c in line.curves]
+    strands, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
+    for line in lines:
+        seconds = line.seconds_per_step
+        if against == "time" and seconds is None:
+            continue
+        runs = [
+            (np.array(c.tokens) if against == "tokens" else np.array(c.steps) * seconds, c.losses)
+            for c in line.curves
+        ]
         tokens, losses = line.points
         mean = runs[0][0][: len(tokens)], losses.mean(axis=0)
         runs = [(x, np.array(values)) for x, values in runs]
-        strands.append(_Strand(number=numbers[line.name], name=line.name, runs=runs, mean=mean))
+        number, name = numbers[line.name], shown[line.name]
+        strands.append(_Strand(number=number, name=name, runs=runs, mean=mean))
+    if not strands:
+        return False
     names = {curve.loss_of for line in lines for curve in line.curves}
-    label = f"{names.pop() if len(names) == 1 else 'loss'}, nats a token"
-    return _draw_alone(strands, path, label, against, lines, note)
+    batch = fixed_tokens_per_step(lines)
+    with _figure(path, note=note) as (axes,):
+        _draw(axes, strands)
+        axes.set_ylabel(f"{names.pop() if len(names) == 1 else 'loss'}, nats a token")
+        _label_positions(axes, against)
+        if against == "tokens" and batch is not None:
+            by_step = (lambda tokens: tokens / batch, lambda steps: steps * batch)
+            _label_positions(axes.secondary_xaxis("top", functions=by_step), "steps")
+    return True
 
 
-def draw_training_losses(
-    lines: Sequence[Line], path: Path, *, against: str, note: str = ""
-) -> bool:
-    """Draw the training losses of every run as they were logged, and over them a running mean.
-
-    Arguments, result and errors are those of `draw_losses`.
-    """
-    strands = _logged_strands(lines, TRAINING_LOSS, against)
-    return _draw_alone(strands, path, "training loss, nats a token", against, lines, note)
-
-
-def draw_rates_and_norms(
+def draw_norms(
     lines: Sequence[Line],
     path: Path,
     metrics: Mapping[str, str],
@@ -134,7 +133,7 @@ def draw_rates_and_norms(
     columns: int = 2,
     note: str = "",
 ) -> bool:
-    """Draw what every run logged of its steps against tokens, a panel a metric.
+    """Draw norms, and what else every run logged of its steps, against tokens, a panel a metric.
 
     Args:
       lines: one for each contender or run.
@@ -143,11 +142,7 @@ def draw_rates_and_norms(
 
     Result and errors are those of `draw_losses`.
     """
-    panels = {
-        metric: strands
-        for metric in metrics
-        if (strands := _logged_strands(lines, metric, "tokens"))
-    }
+    panels = {metric: strands for metric in metrics if (strands := _logged_strands(lines, metric))}
     if not panels:
         return False
     with _figure(path, len(panels), columns, note=note) as all_axes:
@@ -156,43 +151,11 @@ def draw_rates_and_norms(
             spread = [y.max() if metric == "train/learning_rate" else y for _, y in _runs(strands)]
             spread = np.hstack(spread)
             spread = spread[np.isfinite(spread) & (spread > 0)]
-            is_log = spread.size > 0 and spread.max() > 5 * spread.min()
-            _draw(axes, strands, is_log=bool(is_log), are_losses=False)
+            are_losses = metric == TRAINING_LOSS
+            is_log = not are_losses and spread.size > 0 and spread.max() > 5 * spread.min()
+            _draw(axes, strands, is_log=bool(is_log), are_losses=are_losses)
             axes.set_title(metrics[metric], parse_math=False)
             _label_positions(axes, "tokens")
-    return True
-
-
-def draw_every_run(
-    cells: Mapping[str, Sequence[Curve]], best: Mapping[str, Line], path: Path, *, note: str = ""
-) -> bool:
-    """Draw the validation losses of all cells of a comparison, a panel a contender.
-
-    Args:
-      cells: contender -> curves of all its cells.
-      best: contender -> curves at its best setting, whose mean is drawn thick.
-
-    Result and errors are those of `draw_losses`.
-    """
-    strands, numbers = [], _numbers(cells)
-    for name, curves in cells.items():
-        if curves:
-            runs = [(np.array(c.tokens), np.array(c.losses)) for c in curves]
-            mean = (np.array([]), np.array([]))
-            if name in best:
-                tokens, losses = best[name].points
-                mean = tokens, losses.mean(axis=0)
-            strands.append(_Strand(number=numbers[name], name=name, runs=runs, mean=mean))
-    if not strands:
-        return False
-    with _figure(path, len(strands), 3, legend=False, note=note) as all_axes:
-        for axes, strand in zip(all_axes, strands, strict=True):
-            _draw(axes, [strand], like=strands)
-            text = f"{strand.name}: {len(strand.runs)} run{'s'[: len(strand.runs) != 1]}"
-            axes.set_title(_label(text, 36).strip())
-            _label_positions(axes, "tokens")
-        for axes in all_axes[::3]:
-            axes.set_ylabel("validation loss")
     return True
 
 
@@ -204,8 +167,9 @@ def draw_tuning(
     *,
     note: str = "",
 ) -> bool:
-    """Draw final losses against the values of a field: a mark a run, a line through the means of
-    the settings that differ in this field alone, and a thin one through the lowest means of all.
+    """Draw final losses against the values of a field: a small mark a run, a line through the means
+    of the settings that differ in this field alone, with large marks where several seeds make the
+    mean, and a thin line through the lowest means of all.
 
     Args:
       grids: contender -> value of the field, increasing -> final losses of its runs in nats a
@@ -236,7 +200,8 @@ def draw_tuning(
             style = _style(numbers[name])
             color, marker = style["color"], style["marker"]
             means = [_mean(losses) for losses in grid.values()]
-            axes.plot(list(grid), means, label=_label(name), **style)
+            several = [i for i, losses in enumerate(grid.values()) if len(losses) > 1]
+            axes.plot(list(grid), means, label=_label(name), markevery=several, **style)
             for mark, tried in ((marker, grid.items()), ("+", others.get(name, ()))):
                 for value, losses in tried:
                     at, shown = [value] * len(losses), np.minimum(losses, top + margin)
@@ -326,36 +291,27 @@ def _runs(strands: Sequence[_Strand]) -> list[tuple[np.ndarray, np.ndarray]]:
     return [run for strand in strands for run in strand.runs]
 
 
-def _placed(lines: Sequence[Line], against: str) -> list[Line]:
-    """The lines that have positions: no time without timed steps."""
-    return [line for line in lines if against != "time" or line.seconds_per_step is not None]
-
-
-def _positions(line: Line, steps: Sequence[int], tokens: Sequence[int], against: str) -> np.ndarray:
-    """Positions of these steps on the horizontal axis."""
-    if against == "time":
-        return np.array(steps) * (line.seconds_per_step or 0.0)
-    return np.array(tokens if against == "tokens" else steps, float)
-
-
-def _logged_strands(lines: Sequence[Line], metric: str, against: str) -> list[_Strand]:
-    strands, numbers = [], _numbers([line.name for line in lines])
-    for line in _placed(lines, against):
+def _logged_strands(lines: Sequence[Line], metric: str) -> list[_Strand]:
+    strands, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
+    for line in lines:
         with_metric = [logged for logged in line.logged if metric in logged.series]
         if not with_metric:
             continue
-        runs, series = [], [dict(logged.series[metric]) for logged in with_metric]
-        for logged, values in zip(with_metric, series, strict=True):
-            tokens = [logged.tokens[step] for step in values]
-            positions = _positions(line, list(values), tokens, against)
-            runs.append((positions, np.array(list(values.values()))))
+        series = [dict(logged.series[metric]) for logged in with_metric]
+        runs = [
+            (
+                np.array([logged.tokens[step] for step in values], float),
+                np.array([*values.values()]),
+            )
+            for logged, values in zip(with_metric, series, strict=True)
+        ]
         steps = sorted(set.intersection(*map(set, series)))  # those that all seeds reached
         means = np.array([[values[step] for step in steps] for values in series]).mean(axis=0)
         if metric == TRAINING_LOSS or metric.startswith("train/grad_norm"):
             means = _smooth(means)
-        tokens = [with_metric[0].tokens[step] for step in steps]
-        mean = _positions(line, steps, tokens, against), means
-        strands.append(_Strand(number=numbers[line.name], name=line.name, runs=runs, mean=mean))
+        mean = np.array([with_metric[0].tokens[step] for step in steps], float), means
+        number, name = numbers[line.name], shown[line.name]
+        strands.append(_Strand(number=number, name=name, runs=runs, mean=mean))
     return strands
 
 
@@ -366,30 +322,6 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     sums = np.convolve(np.where(is_sound, values, 0.0), window, "same")
     counts = np.convolve(is_sound, window, "same")
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)
-
-
-def _draw_alone(
-    strands: Sequence[_Strand],
-    path: Path,
-    label: str,
-    against: str,
-    lines: Sequence[Line],
-    note: str,
-) -> bool:
-    """Draw losses on one pair of axes; those of tokens also get the steps, where all runs have the
-    same batch."""
-    if not strands:
-        return False
-    with _figure(path, note=note) as (axes,):
-        _draw(axes, strands)
-        axes.set_ylabel(label)
-        _label_positions(axes, against)
-        batch = fixed_tokens_per_step(lines)
-        if against == "tokens" and batch is not None:
-            by_step = (lambda tokens: tokens / batch, lambda steps: steps * batch)
-            upper = axes.secondary_xaxis("top", functions=by_step)
-            _label_positions(upper, "steps")
-    return True
 
 
 def _label_positions(axes: Any, against: str) -> None:
@@ -417,10 +349,8 @@ def _draw(
     *,
     is_log: bool = False,
     are_losses: bool = True,
-    like: Sequence[_Strand] = (),
 ) -> None:
-    """Draw strands on the range of themselves or of others."""
-    limits = _limits(like or strands, are_losses=are_losses, is_log=is_log)
+    limits = _limits(strands, are_losses=are_losses, is_log=is_log)
     if is_log:
         is_wide = limits is not None and limits[1] > 1e3 * limits[0]
         axes.set_yscale("log", nonpositive="mask")
@@ -473,11 +403,10 @@ def _limits(
 
 @contextlib.contextmanager
 def _figure(
-    path: Path, num_panels: int = 1, columns: int = 1, *, legend: bool = True, note: str = ""
+    path: Path, num_panels: int = 1, columns: int = 1, *, note: str = ""
 ) -> Iterator[list[Axes]]:
     """Empty axes in maxmars's style; at the end they get a note above and a legend beside them, and
     are saved."""
-    require_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -490,7 +419,7 @@ def _figure(
         all_axes = [figure.add_subplot(rows, columns, i + 1) for i in range(num_panels)]
         yield all_axes
         named: dict[str, Any] = {}
-        for axes in all_axes if legend else ():
+        for axes in all_axes:
             handles, labels = axes.get_legend_handles_labels()
             named |= dict(zip(labels, handles, strict=True))
         if named:
@@ -523,8 +452,9 @@ def _style(number: int) -> dict[str, Any]:
 
 
 def _label(name: str, width: int = _NAME_WIDTH) -> str:
-    """A name as matplotlib shows it: folded, not as a formula, in a legend also after a `_`."""
-    name = "\n".join(textwrap.wrap(name, width, break_on_hyphens=False)) or name
+    """A name as matplotlib shows it: folded between words, not as a formula, in a legend also after
+    a `_`."""
+    name = "\n".join(folded(name, width)) or name
     text = name.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 

@@ -1,7 +1,7 @@
 """The reports of comparisons and of single runs.
 
-A report is `report.md` and `figures/*`; a comparison also prints a table in 80 columns, and has its
-result in `results.csv` and `results.tex`.
+A report is `report.md`, `curves.csv` and, with matplotlib, `figures/*`; a comparison also prints a
+table in 80 columns, and has its result in `results.csv` and `results.tex`.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ import numpy as np
 from maxmars.checkpoint.journal import read_journal
 from maxmars.compare.cells import Comparison, describe_setting
 from maxmars.compare.curves import (
-    RATES_AND_NORMS,
+    LOGGED,
     TRAINING_LOSS,
     VALIDATION_LOSS,
+    Curve,
     Line,
-    fixed_tokens_per_step,
+    Logged,
     norms_by_component,
-    own_evaluations,
+    shown_names,
 )
 from maxmars.compare.figures import (
-    draw_every_run,
     draw_losses,
-    draw_rates_and_norms,
+    draw_norms,
     draw_speed_ups,
-    draw_training_losses,
     draw_tuning,
-    require_matplotlib,
+    why_no_figures,
 )
 from maxmars.compare.grids import LEARNING_RATE
 from maxmars.compare.search import Results, Search
@@ -69,6 +68,10 @@ Summaries = Mapping[str, Summary]
 and then no table has a column for it."""
 
 
+_Recorded = tuple[Mapping[str, str], Curve | None, Logged]
+"""What tells a run from others, its curve and what it logged."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Figures:
     """Where figures of a report go, and what they are of."""
@@ -99,9 +102,6 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png", origin
       out: directory that gets the report.
       format: of the figures.
       origin: what it is a report of, see `origin_of`.
-
-    Raises:
-      ImportError: matplotlib is not installed.
     """
     every = [outcome for summary in summaries.values() for outcome in summary.outcomes]
     names = ", ".join(dict.fromkeys(outcome.contender.name for outcome in every))
@@ -130,18 +130,74 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png", origin
         markdown_table(*_table(summaries, _TUNING_COLUMNS, _tuning_rows)),
         "## Figures",
     ]
-    figures = _Figures(out=out, format=format)
-    runs = "\n".join(_at(size, _runs_of(summary)) for size, summary in summaries.items())
-    gains, path = _speed_ups(summaries), figures.path("speed_up")
-    if draw_speed_ups(gains, path, _baseline(summaries), note=runs):
-        blocks.append(figures.image("speed_up", "Data speed-up by the size of the model."))
-    for size, summary in summaries.items():
-        note, folder = _at(size, _runs_of(summary)), size.replace("/", "-")
-        own = dataclasses.replace(figures, folder=folder, note=note)
-        blocks += [*([f"### {size}"] if size else []), *_comparison_figures(summary, own)]
+    if why_none := why_no_figures():
+        blocks.append(why_none)
+    else:
+        blocks += _all_figures(summaries, _Figures(out=out, format=format))
+    blocks.append(
+        "`curves.csv` has the losses of every run by step, and what the best ones logged."
+    )
+    write_text(out / "curves.csv", _curves_csv(_recorded(summaries)))
     write_text(out / "results.csv", _results_csv(summaries))
     write_text(out / "results.tex", latex_table(*results))
     _write_markdown(out, blocks)
+
+
+def _all_figures(summaries: Summaries, figures: _Figures) -> Iterator[str]:
+    runs = "\n".join(_at(size, _runs_of(summary)) for size, summary in summaries.items())
+    gains, path = _speed_ups(summaries), figures.path("speed_up")
+    if draw_speed_ups(gains, path, _baseline(summaries), note=runs):
+        yield figures.image("speed_up", "Data speed-up by the size of the model.")
+    for size, summary in summaries.items():
+        note, folder = _at(size, _runs_of(summary)), size.replace("/", "-")
+        if size:
+            yield f"### {size}"
+        own = dataclasses.replace(figures, folder=folder, note=note)
+        yield from _comparison_figures(summary, own)
+
+
+def _recorded(summaries: Summaries) -> Iterator[_Recorded]:
+    """What every run of comparisons recorded."""
+    for where, summary in summaries.items():
+        for outcome in summary.outcomes:
+            best = outcome.best
+            logged = {} if best is None else dict(zip(best.losses, best.line.logged, strict=True))
+            for result in outcome.results:
+                cell = result.cell
+                is_best = best is not None and cell.setting == best.setting
+                labels = {"comparison": where, "contender": cell.contender}
+                labels |= {"setting": describe_setting(cell.setting), "seed": str(cell.seed)}
+                labels |= {"best": str(is_best)}
+                tokens_per_step = outcome.contender.config.tokens_per_step
+                own = Logged(
+                    tokens={step: step * tokens_per_step for step, _ in result.train_losses},
+                    series={TRAINING_LOSS: result.train_losses},
+                )
+                yield labels, result.curve, logged[cell.seed] if is_best else own
+
+
+def _curves_csv(runs: Iterable[_Recorded]) -> str:
+    """What runs recorded, a line for each of their steps, with the metrics' own names."""
+    rows: list[dict[str, Any]] = []
+    for labels, curve, logged in runs:
+        series = dict(logged.series)
+        tokens = dict(logged.tokens)
+        if curve is not None:
+            tokens |= zip(curve.steps, curve.tokens, strict=True)
+            if curve.loss_of == VALIDATION_LOSS:
+                series["eval/loss"] = list(zip(curve.steps, curve.losses, strict=True))
+        by_step: dict[int, dict[str, Any]] = {}
+        for metric, points in series.items():
+            for step, value in points:
+                by_step.setdefault(step, {})[metric] = value
+        for step, values in sorted(by_step.items()):
+            seconds = step * curve.step_time_s if curve and curve.step_time_s else None
+            rows.append(
+                {**labels, "step": step, "tokens": tokens[step], "seconds": seconds} | values
+            )
+    first = [*rows[0]][: [*rows[0]].index("seconds") + 1] if rows else []
+    columns = [*first, *sorted({name for row in rows for name in row} - set(first))]
+    return csv_table(columns, [[row.get(name) for name in columns] for row in rows])
 
 
 def _table(
@@ -190,9 +246,7 @@ def write_run_report(
 
     Raises:
       FileExistsError: `out` holds a report already, and not an earlier one of the same runs.
-      ImportError: matplotlib is not installed.
     """
-    require_matplotlib()
     origin = origin_of(workdirs.values())
     check_out(out, origin)
     sessions = {name: sessions_of(read_journal(workdir)) for name, workdir in workdirs.items()}
@@ -209,15 +263,16 @@ def write_run_report(
     _write_markdown(out, blocks)  # first: it says whose report this is
     if seconds:
         blocks += ["## Where the time went", _time_table(seconds)]
-    thin = "Thin: each seed; thick: their mean." if any(line.curves[1:] for line in lines) else ""
+    why_none = why_no_figures()
     figures = _Figures(out=out, format=format)
-    blocks += ["## Figures", *_line_figures(lines, figures, "", thin)]
-    for name, metrics, columns, caption in (
-        ("norms_by_part", norms_by_component(lines), 4, "Norms by component of the model."),
-        ("evaluations", own_evaluations(lines), 2, "Evaluations by functions of one's own."),
-    ):
-        if draw_rates_and_norms(lines, figures.path(name), metrics, columns=columns):
-            blocks.append(figures.image(name, caption))
+    blocks += ["## Figures", *([why_none] if why_none else _line_figures(lines, figures, ""))]
+    blocks.append("`curves.csv` has all of it by step, and evaluations by functions of one's own.")
+    recorded = (
+        ({"run": line.name, "number": str(number)}, curve, logged)
+        for line in lines
+        for number, (curve, logged) in enumerate(zip(line.curves, line.logged, strict=False), 1)
+    )
+    write_text(out / "curves.csv", _curves_csv(recorded))
     _write_markdown(out, blocks)
 
 
@@ -296,6 +351,13 @@ def print_report(summaries: Summaries, out: Path) -> None:
             rows.append(row)
         print_table(("", *(title for size in summaries for title in (size, ""))), rows)
         print(f"validation loss, and data speed-up over {_baseline(summaries)}")
+    print_where(out)
+
+
+def print_where(out: Path) -> None:
+    """Print where a report is, and why it has no figures if it has none."""
+    if why_none := why_no_figures():
+        print(fold(why_none))
     print(f"report: {out / 'report.md'}")
 
 
@@ -318,6 +380,12 @@ def _print_summary(summary: Summary) -> None:
             for o in summary.outcomes
             if o.best is not None
         ]
+    seeds = len(summary.comparison.seeds)
+    texts += [
+        f"{o.contender.name}: {len(o.best.losses)} of {seeds} seeds"
+        for o in summary.outcomes
+        if o.best is not None and len(o.best.losses) < seeds
+    ]
     texts += _search_notes(summary)
     print(*map(fold, texts), sep="\n")
 
@@ -527,12 +595,13 @@ def _search_notes(summary: Summary) -> Iterator[str]:
     for fields, names in tuned.items() if len(tuned) > 1 else ():
         listed = ", ".join(names)
         yield f"Tuned over {fields}: {listed}." if fields else f"Not tuned: {listed}."
+    at_one = [o for o in summary.outcomes if len(o.losses) == 1 and not o.search.missing]
+    if at_one:
+        listed = ", ".join(outcome.contender.name for outcome in at_one)
+        yield f"Run at one setting only, so not tuned: {listed}."
     for outcome in summary.outcomes:
-        contender, progress = outcome.contender, outcome.search
-        name = contender.name
-        if len(outcome.losses) == 1 and not progress.missing:
-            yield f"{name} was run at one setting only, so it is not tuned."
-        elif progress.untried:
+        name, progress = outcome.contender.name, outcome.search
+        if progress.untried and outcome not in at_one:
             settings = "; ".join(map(describe_setting, progress.untried[:_NEXT]))
             more = len(progress.untried) - _NEXT
             settings += f" and {more} more" if more > 0 else ""
@@ -620,59 +689,51 @@ def _tuning_rows(summary: Summary) -> Sequence[Sequence[str]]:
 
 
 def _comparison_figures(summary: Summary, figures: _Figures) -> Iterator[str]:
-    best, note = best_lines(summary), figures.note
-    seeds = len(summary.comparison.seeds)
-    thin = f"Thin: each of {seeds} seeds; thick: their mean." if seeds > 1 else ""
-    yield from _line_figures(best, figures, " at the best setting", thin)
+    yield from _line_figures(best_lines(summary), figures, " at the best setting")
     for field in _tuned(summary):
         name = f"tuning_{field}"
         grids = {o.contender.name: o.along(field) for o in summary.outcomes}
         others = {o.contender.name: o.beside(field) for o in summary.outcomes}
-        if draw_tuning(grids, figures.path(name), field, others, note=note):
+        if draw_tuning(grids, figures.path(name), field, others, note=figures.note):
             caption = (
                 f"Final validation loss against {field}, of every run. On the thick lines all else "
-                "is as in the best setting, and small marks are single seeds; crosses are all "
-                "other runs, and thin lines join the lowest means. Marks on the upper edge are "
-                "runs above it, or that diverged."
+                "is as in the best setting: large marks are means of several seeds, small marks "
+                "single runs. Crosses are all other runs, and thin lines join the lowest means. "
+                "Marks on the upper edge are runs above it, or that diverged."
             )
             yield figures.image(name, caption)
-    cells = {  # a run that diverged before its second evaluation has a curve of its training loss
-        o.contender.name: [
-            r.curve for r in o.results if r.curve and r.curve.loss_of == VALIDATION_LOSS
-        ]
-        for o in summary.outcomes
-    }
-    lines = {line.name: line for line in best}
-    if draw_every_run(cells, lines, figures.path("every_run"), note=note):
-        caption = "Validation loss of every run; thick: the mean at the best setting."
-        yield figures.image("every_run", caption)
 
 
-def _line_figures(lines: Sequence[Line], figures: _Figures, what: str, thin: str) -> Iterator[str]:
+def _line_figures(lines: Sequence[Line], figures: _Figures, what: str) -> Iterator[str]:
     """Figures of losses, rates and norms."""
-    note = figures.note
-    validated = [line for line in lines if line.curves[0].loss_of == VALIDATION_LOSS]
+    several = any(line.curves[1:] for line in lines)
+    thin = " Thin: each seed; thick: their mean." if several else ""
+    # Losses are compared with losses of the same kind.
+    validated = [line for line in lines if line.curves[0].loss_of == VALIDATION_LOSS] or lines
     never = _names([line for line in lines if line not in validated])
     never = f" Without evaluations, so not drawn: {never}." if never else ""
-    smooth = "Thin: every run as it was logged; thick: a mean over the seeds and a sixteenth of it."
-    axes = ["tokens", *(["steps"] if fixed_tokens_per_step(lines) is None else []), "time"]
-    for name, draw, drawn, ending in (
-        ("loss", draw_losses, validated, f"{thin}{never}"),
-        ("training_loss", draw_training_losses, lines, smooth),
+    untimed = _names([line for line in validated if line.seconds_per_step is None])
+    untimed = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
+    for against, ending in (
+        ("tokens", f" against tokens.{thin}{never}"),
+        ("time", f" against their number of steps times its median time.{thin}{never}{untimed}"),
     ):
-        untimed = _names([line for line in drawn if line.seconds_per_step is None])
-        untimed = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
-        loss = "Training loss" if draw is draw_training_losses else "Validation loss"
-        for against in axes if drawn else ():
-            path = figures.path(f"{name}_{against}")
-            if draw(drawn, path, against=against, note=note):
-                is_time = against == "time"
-                axis = "time of the steps (their number times their median)" if is_time else against
-                text = f"{loss}{what} against {axis}. {ending}{untimed if is_time else ''}"
-                yield figures.image(path.stem, text)
-    if draw_rates_and_norms(lines, figures.path("rates_and_norms"), RATES_AND_NORMS, note=note):
-        text = f"Learning rates and norms{what}, of runs whose metrics.jsonl is there."
-        yield figures.image("rates_and_norms", text)
+        path = figures.path(f"loss_{against}")
+        if validated and draw_losses(validated, path, against=against, note=figures.note):
+            loss_of = validated[0].curves[0].loss_of.capitalize()
+            yield figures.image(path.stem, f"{loss_of}{what}{ending}")
+    for name, metrics, columns, text in (
+        ("norms", LOGGED, 2, "Training losses, learning rates and norms"),
+        ("norms_by_component", norms_by_component(lines), 4, "Norms by component of the model"),
+    ):
+        if draw_norms(lines, figures.path(name), metrics, columns=columns, note=figures.note):
+            ending = (
+                "Thin: every run as it was logged; thick: a mean over seeds and, of losses and "
+            )
+            ending += "gradient norms, a sixteenth of the run."
+            yield figures.image(
+                name, f"{text}{what}, of runs whose metrics.jsonl is there. {ending}"
+            )
 
 
 def _names(lines: Sequence[Line]) -> str:
@@ -684,7 +745,7 @@ _RUN_COLUMNS = ("run", "tokens", "training", "validation", "lowest", "step, ms")
 
 def _run_rows(lines: Sequence[Line]) -> Sequence[Sequence[str]]:
     """A row of `_RUN_COLUMNS` for each line."""
-    rows = []
+    rows, shown = [], shown_names(lines)
     for line in lines:
         tokens, losses = line.points
         means, curve = losses.mean(axis=0), line.curves[0]
@@ -698,7 +759,7 @@ def _run_rows(lines: Sequence[Line]) -> Sequence[Sequence[str]]:
             if (points := logged.series.get(TRAINING_LOSS))
         ]
         training = f"{np.mean(late):.4f}" if late else _NONE
-        rows.append((line.name, f"{tokens[-1]:,}", training, final, lowest, step))
+        rows.append((shown[line.name], f"{tokens[-1]:,}", training, final, lowest, step))
     return rows
 
 

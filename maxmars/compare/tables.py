@@ -9,11 +9,6 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
 from maxmars.compare.statistics import Interval
 
 
@@ -53,15 +48,31 @@ def csv_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table in 80 columns: a long name in the first is folded, a number is not."""
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(columns[0], overflow="fold", min_width=8)
-    for index, title in enumerate(columns[1:], 1):
-        width = max(map(len, (*title.split(), *(row[index] for row in rows))))
-        table.add_column(title, justify="right", min_width=width)
-    for row in rows:
-        table.add_row(*map(escape, row))
-    Console(width=80).print(table)
+    """Print a table in 80 columns. No word is broken: a name in the first column that has no room
+    beside its numbers stands above them."""
+    width_of = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    gap = 2 if sum(width_of) + 2 * (len(columns) - 1) <= 80 else 1
+    name_width = min(width_of[0], max(8, 80 - sum(width + gap for width in width_of[1:])))
+    for index, (name, *numbers) in enumerate((columns, *rows)):
+        cells = "".join(f"{n:>{w + gap}}" for n, w in zip(numbers, width_of[1:], strict=True))
+        name = "".join(c if c.isprintable() else " " for c in name)
+        *above, last = folded(name, name_width) or [""]
+        if len(last) > name_width:
+            above, last = [*above, last], ""
+        print(*above, f"{last:<{name_width}}{cells}".rstrip(), sep="\n")
+        if index == 0:
+            print("─" * (name_width + len(cells)))
+
+
+def folded(name: str, width: int) -> list[str]:
+    """A name on lines that end after a blank, a comma or `/`; a word without these may be longer
+    than the width."""
+    lines = [""]
+    for piece in re.findall(r"[^ ,/]*[ ,/]*", name):
+        if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 def fold(text: str) -> str:

@@ -25,6 +25,7 @@ from maxmars.compare.cells import (
     Cell,
     Comparison,
     Contender,
+    describe_setting,
     read_comparison,
     read_results,
     write_result,
@@ -53,11 +54,10 @@ def outcomes(workdir):
 def test_what_a_comparison_leaves_behind(compared):
     files = {p.relative_to(compared).as_posix() for p in compared.glob("*")}
     files |= {p.relative_to(compared).as_posix() for p in compared.glob("figures/*")}
-    losses = ("loss_time", "loss_tokens", "training_loss_time", "training_loss_tokens")
-    drawn = (*losses, "every_run", "rates_and_norms", "tuning_learning_rate")
+    drawn = ("loss_time", "loss_tokens", "norms", "norms_by_component", "tuning_learning_rate")
     assert files == {
         *("cells", "compare.json", "rows.jsonl", "figures", *(f"figures/{n}.png" for n in drawn)),
-        *("report.md", "results.csv", "results.tex"),
+        *("report.md", "results.csv", "results.tex", "curves.csv"),
     }
     files = {p.name for p in LION.directory(compared).iterdir()}
     assert files >= {"config.json", "environment.json", "metrics.jsonl", "logs"}
@@ -88,12 +88,20 @@ def test_what_is_reported(compared):
     assert lion.step_time_s > 0
     assert lion.best.line.curves[0].tokens == (0, 4 * 256)
     page = (compared / "report.md").read_text()
-    assert page.count("](figures/") == 7
+    assert page.count("](figures/") == 5
     assert summary.digests[0][1][:12] in page
     p = summary.p_adjusted["lion"]
     for text in (page, (compared.parent / "printed").read_text()):
         assert f" {p:.2g}† " in text  # of two seeds
         assert f" {p:.2g} " not in text
+
+    with (compared / "curves.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["contender"] == "lion"]
+    assert {(row["best"], row["seed"]) for row in rows} >= {("True", "0"), ("True", "1")}
+    last = {row["step"]: row for row in rows if (row["best"], row["seed"]) == ("True", "0")}["4"]
+    assert float(last["eval/loss"]) == lion.best.losses[0]
+    assert float(last["train/grad_norm/mlp"]) > 0
+    assert last["setting"] == describe_setting(lion.best.setting)
 
     with (compared / "results.csv").open() as file:
         first, second = csv.DictReader(file)
@@ -297,13 +305,24 @@ def test_comparisons_and_runs_in_one_report(compared, tmp_path, capsys):
     assert "| small | lion | " in page
     assert "](figures/small/loss_tokens.svg)" in page
     assert "](figures/speed_up.svg)" in page
-    assert "rates_and_norms" not in page
+    assert "small/norms.svg" in page  # of the training losses in the rows
+    assert "norms_by_component" not in page
 
     run = shutil.copytree(LION.directory(compared), tmp_path / "one")
     cli.main(["report", str(compared), str(run), "--out", str(tmp_path / "both")])
     page = (tmp_path / "both" / "report.md").read_text()
     rows = re.findall(r"^\| (.+?) \| [\d,]+ \|", page, re.MULTILINE)
-    assert rows == [f"{compared.name}: adamw", f"{compared.name}: lion", "one"]
+    assert rows == [f"{compared.name}: adamw", f"{compared.name}: lion", "one (1 seed)"]
+
+    # Two runs of the comparison are named with their contenders.
+    cells = [LION, dataclasses.replace(LION, contender="adamw")]
+    cells = [str(cell.directory(compared)) for cell in cells]
+    cli.main(["report", *cells, "--out", str(tmp_path / "cells")])
+    page = (tmp_path / "cells" / "report.md").read_text()
+    assert re.findall(r"^\| (.+?) \| [\d,]+ \|", page, re.MULTILINE) == [
+        "lion/learning_rate=0.004,seed=0",
+        "adamw/learning_rate=0.004,seed=0",
+    ]
 
 
 @pytest.mark.seconds
@@ -331,30 +350,30 @@ def test_the_pages_figures_are_made_of_rows(compared, tmp_path, monkeypatch, cap
 def test_any_number_of_processes_share_the_cells_and_one_that_is_killed_is_replaced(
     compare_command, tmp_path
 ):
-    """Two give the same command; one is killed within a cell, which the other one continues."""
-    words = ["--num-steps", "60", "--seeds", "2", "--learning-rates", "1e-3", "4e-3"]
-    words += ["--eval.every", "30", "--budget", "2", "--finalists", "1"]
-    words += ["--optimizers", "adamw", "lion", "--checkpoint.every", "1", "--workdir"]
+    """Two give the same command; one is killed within a cell, which the other one continues. What
+    is saved on the way does not make another comparison."""
+    words = ["--num-steps", "24", "--seeds", "1", "--learning-rates", "4e-3", "--budget", "1"]
+    words += ["--eval.every", "12", "--optimizers", "adamw", "lion", "--workdir"]
     command = [*compare_command[:2], *words]
     undisturbed, shared = tmp_path / "undisturbed", tmp_path / "shared"
     cli.main([*command, str(undisturbed)])
-    start = [sys.executable, "-m", "maxmars", *command, str(shared)]
+    start = [sys.executable, "-m", "maxmars", *command, str(shared), "--checkpoint.every", "1"]
     first, second = (subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(2))
 
     def begun():
-        """The cells that have come to their fifth step."""
+        """The cells that have saved a step."""
         saved = shared.glob("cells/*/*/checkpoints/*")
-        return {path.parents[1] for path in saved if path.name.isdigit() and int(path.name) >= 5}
+        return {path.parents[1] for path in saved if path.name.isdigit() and int(path.name) >= 2}
 
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while len(begun()) < 2:
         assert (first.poll(), second.poll()) == (None, None)
         assert time.monotonic() < deadline
         time.sleep(0.05)
     cells = begun()
     os.kill(first.pid, signal.SIGKILL)
-    first.wait()
-    printed, _ = second.communicate(timeout=300)
+    first.communicate()
+    printed, _ = second.communicate(timeout=600)
     assert second.returncode == 0
     assert ",seed=" in printed
     comparison = read_comparison(shared)

@@ -1,5 +1,6 @@
 """Curves, figures and reports of runs that are made up."""
 
+import csv
 import html
 import json
 import math
@@ -7,20 +8,18 @@ import re
 import sys
 
 import pytest
-from refusals import refused
 from tiny import tiny_config
 
 from maxmars import cli
 from maxmars.compare.curves import Curve, Line, Logged, norms_by_component, read_run
 from maxmars.compare.figures import (
-    draw_every_run,
     draw_losses,
-    draw_rates_and_norms,
+    draw_norms,
     draw_speed_ups,
-    draw_training_losses,
     draw_tuning,
 )
 from maxmars.compare.statistics import Interval
+from maxmars.compare.tables import print_table
 from maxmars.config import to_dict
 
 
@@ -76,20 +75,17 @@ def test_figures_are_pictures_and_the_same_figure_is_the_same_file(tmp_path):
     grids = {"a": {1e-3: [2.0, 2.1], 2e-3: [math.inf], 4e-3: []}}
     others = {"a": [(8e-3, [9.0, math.inf]), (4e-3, [2.2])]}
     decays = {"a": {0.8: [2.0], 0.9: [1.9], 0.95: [2.2]}}
-    norms = {"train/grad_norm": "gradient", "train/param_norm": "parameters"}
+    norms = {"train/loss": "loss", "train/grad_norm": "gradient", "train/param_norm": "weights"}
     gains = {"a": [(10**6, Interval(mean=1.5, low=1.2, high=1.8))], "b": []}
-    every = {one.name: one.curves for one in lines}
-    for against in ("tokens", "time", "steps"):
+    for against in ("tokens", "time"):
         assert draw_losses(lines, tmp_path / f"{against}.png", against=against)
-    assert draw_training_losses(lines, tmp_path / "training.png", against="tokens")
-    assert draw_rates_and_norms(lines, tmp_path / "norms.png", norms)
-    assert draw_every_run(every, {"a": lines[0]}, tmp_path / "every.png")
+    assert draw_norms(lines, tmp_path / "norms.png", norms)
     assert draw_tuning(grids, tmp_path / "rates.png", "learning_rate", others)
     assert draw_tuning(decays, tmp_path / "b1.png", "b1")
     assert draw_tuning({"a": {0: [2.0], 0.1: [1.9]}}, tmp_path / "decay.png", "weight_decay")
     assert draw_speed_ups(gains, tmp_path / "gains.png", "b")
     drawn = [path.read_bytes() for path in tmp_path.iterdir()]
-    assert len(set(drawn)) == 10
+    assert len(set(drawn)) == 7
     assert {content[:4] for content in drawn} == {b"\x89PNG"}
     for ending, begin in ("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml"):
         paths = [tmp_path / name / f"tokens.{ending}" for name in ("one", "two")]
@@ -118,7 +114,7 @@ def test_norms_of_sound_runs_stay_in_the_figure(tmp_path):
     """Some optimizers let parameters grow more than others do."""
     ends = {"a": 38.0, "b": 38.5, "c": 70.0, "d": 9e9}
     lines = [line(name, [5.0, 3.0], param_norm=[37.0, end]) for name, end in ends.items()]
-    draw_rates_and_norms(lines, tmp_path / "x.svg", {"train/param_norm": "norm"})
+    draw_norms(lines, tmp_path / "x.svg", {"train/param_norm": "norm"})
     ticks = [float(t) for t in re.findall(r"<!-- ([\d.]+) -->", (tmp_path / "x.svg").read_text())]
     assert 60 < max(ticks) < 1e5
 
@@ -134,9 +130,7 @@ def test_a_figure_of_runs_without_evaluations_on_the_way_shows_their_whole_range
 def test_what_there_is_nothing_to_draw_of(tmp_path):
     untimed = line("b", [5.0, 3.1], step_time_s=None)
     assert not draw_losses([untimed], tmp_path / "none.png", against="time")
-    assert not draw_training_losses([untimed], tmp_path / "none.png", against="tokens")
-    assert not draw_rates_and_norms([untimed], tmp_path / "none.png", {"train/grad_norm": "norm"})
-    assert not draw_every_run({"b": []}, {}, tmp_path / "none.png")
+    assert not draw_norms([untimed], tmp_path / "none.png", {"train/grad_norm": "norm"})
     diverged = {"a": {2e-3: [math.inf], 4e-3: []}}
     assert not draw_tuning(diverged, tmp_path / "none.png", "learning_rate")
     assert list(tmp_path.iterdir()) == []
@@ -153,10 +147,43 @@ def test_a_run_that_diverged_does_not_flatten_the_others(tmp_path):
     assert pictures[0] != (tmp_path / "alone.png").read_bytes()
 
 
-def test_without_matplotlib_the_extra_is_named(tmp_path, monkeypatch):
+def labels_in(path):
+    """The texts of an SVG figure."""
+    return re.findall(r"<!-- (.+?) -->", path.read_text())
+
+
+def test_a_line_of_one_seed_says_so_beside_means_of_several(tmp_path):
+    one, two, three = (line(name, [3.0, 2.0]) for name in "abc")
+    seeds = Line(name="many", curves=(*two.curves, *three.curves))
+    draw_losses([one, seeds], tmp_path / "x.svg", against="tokens")
+    assert {"a (1 seed)", "many"} <= set(labels_in(tmp_path / "x.svg"))
+    draw_losses([one, two], tmp_path / "y.svg", against="tokens")
+    assert {"a", "b"} <= set(labels_in(tmp_path / "y.svg"))
+
+
+def test_names_in_figures_and_tables_are_folded_between_words(tmp_path, capsys):
+    name = "lion/learning_rate=0.00025,weight_decay=0.1,seed=0"
+    draw_losses([line(name, [3.0, 2.0])], tmp_path / "x.svg", against="tokens")
+    words = ("lion/", "learning_rate=0.00025,", "weight_decay=0.1,", "seed=0")
+    assert {*words} <= {*labels_in(tmp_path / "x.svg")}
+    numbers = ["-0.123456789" for _ in range(5)]
+    names = [name, "short", "a_long_word_alone"]
+    print_table(("run", *"abcde"), [[name, *numbers] for name in names])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[2:]] == [*words, "short", names[-1], numbers[0]]
+    assert lines[-1].split() == numbers
+
+
+def test_without_matplotlib_there_are_tables_and_the_extra_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # Python's way to say: not installed
-    with refused(ImportError, "[report]'"):
-        draw_losses([line("a", [3.0, 2.0])], tmp_path / "x.png", against="tokens")
+    run = write_run(tmp_path / "one", [5.0, 4.0, 3.0])
+    cli.main(["report", str(run)])
+    printed, page = capsys.readouterr().out, (run / "report" / "report.md").read_text()
+    for text in (printed, page):
+        assert "[report]" in text
+        assert "3.0000" in text
+    assert {path.name for path in (run / "report").iterdir()} == {"report.md", "curves.csv"}
 
 
 NAME = "_|`a`\n[x](http://y) <b> *c* & $\\d$ and so on, longer than any column of a table may be"
@@ -181,12 +208,23 @@ def test_the_report_of_runs(tmp_path, capsys):
     assert re.search(r"^one +5,120 +6.0000 +3.0000 +3.0000 +200.0", "\n".join(table), re.MULTILINE)
     assert last == f"report: {tmp_path / 'out' / 'report.md'}"
     figures = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
-    assert figures >= {"loss_tokens", "loss_time", "training_loss_tokens", "rates_and_norms"}
+    assert figures == {"loss_tokens", "loss_time", "norms", "norms_by_component"}
     page = (tmp_path / "out" / "report.md").read_text()
     assert "| one | 5,120 | 6.0000 | 3.0000 | 3.0000 | 200.0 |" in page
     assert "| share of the time | one |\n| --- | ---: |\n| time | 1:40 |" in page
     assert "| steps that count | 90.0% |\n| checkpoints | 10.0% |\n" in page
-    assert "![norms by part](figures/norms_by_part.png)" in page
+    assert "![norms by component](figures/norms_by_component.png)" in page
+    with (tmp_path / "out" / "curves.csv").open() as file:
+        lines = [row for row in csv.DictReader(file) if row["run"] == "one"]
+    assert [
+        (row["step"], row["tokens"], row["eval/loss"]) for row in lines if row["eval/loss"]
+    ] == [
+        ("0", "0", "5.0"),
+        ("10", "2560", "4.0"),
+        ("20", "5120", "3.0"),
+    ]
+    assert [row["train/grad_norm/mlp"] for row in lines if row["step"] in "123"] == ["0.6"] * 3
+    assert [row["seconds"] for row in lines][-1] == "4.0"
     parts = {"train/grad_norm/mlp": "gradient norm, mlp"}
     parts |= {"train/grad_norm/vector": "gradient norm, vector"}
     assert norms_by_component([read_run(run, "a") for run in (one, two)]) == parts
@@ -208,15 +246,24 @@ def test_the_report_of_runs(tmp_path, capsys):
     assert (one / "report" / "report.md").is_file()
 
 
-def test_a_run_with_one_point_and_one_without_timed_steps_are_drawn(tmp_path, monkeypatch):
+def test_a_run_with_one_point_and_one_without_timed_steps_are_drawn(tmp_path, monkeypatch, capsys):
     """Their directories have the same name, so that parents tell them apart."""
     monkeypatch.chdir(tmp_path)
-    for parent in ("a", "b"):
+    for parent in ("a", "b", "c"):
         (tmp_path / parent).mkdir()
     write_run(tmp_path / "a" / "run", [5.0], key="train/loss")
     untimed = write_run(tmp_path / "b" / "run", [5.0, 4.0]) / "metrics.jsonl"
     untimed.write_text("\n".join([*untimed.read_text().splitlines()[:2], ""]))
-    cli.main(["report", "a/run", "b/run", "--out", "out"])
+    write_run(tmp_path / "c" / "run", [5.0, 4.0])
+    cli.main(["report", "a/run", "b/run", "--out", "labelled", "--labels", "first", "the other"])
+    text = (tmp_path / "labelled" / "report.md").read_text()
+    assert "| first | 0 | 5.0000 |" in text
+    assert "| the other | 2,560 |" in text
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["report", "a/run", "b/run", "--out", "out", "--labels", "first"])
+    assert stop.value.code == 2
+    assert "--labels first" in capsys.readouterr().err
+    cli.main(["report", "a/run", "b/run", "c/run", "--out", "out"])
     text = (tmp_path / "out" / "report.md").read_text()
     assert "| a/run | 0 | 5.0000 | – | – | 200.0 |" in text
     assert "| b/run | 2,560 | – | 4.0000 | 4.0000 | – |" in text

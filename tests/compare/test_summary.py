@@ -154,7 +154,7 @@ def test_one_of_several_comparisons_that_is_unfinished_is_told_as_such(tmp_path,
     assert "small: UNFINISHED" not in page
     assert re.search("large: UNFINISHED.* 2 ", page)
     assert "2.0000 (1 of 3 seeds)" in page
-    assert "| large | c | learning_rate=0.001 | " in page
+    assert "| large | c | learning_rate=0.001" in page
 
 
 def test_the_seeds_that_would_find_a_small_difference_are_one_sentence(tmp_path):
