@@ -3,7 +3,7 @@
     maxmars train gpt2:size=small,optimizer=mars --data.path DIR --mesh.fsdp 8
 
 Choices: size=tiny|small|medium|large|xl|6.7b|13b, data=openwebtext|fineweb_edu, and
-optimizer=adamw|nadamw|ademamix|muon|moonlight|lion|adopt|sophia|soap|mars|mars_exact|mars_lion|
+optimizer=adamw|nadamw|ademamix|muon|moonlight|lion|sophia|soap|mars|mars_exact|mars_lion|
 mars_shampoo|mars_m.
 `--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's, llm.c's and TFDS's
 are read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens. At 6.7b
@@ -35,7 +35,7 @@ Where the values come from (XL and tiny take large's and small's where nobody pu
 * nadamw: the best of Marin's sweeps (arXiv 2509.02046) at the nearest size, with its warmup and its
   decay to zero; those models and data are others.
 * ademamix: the repository's values; the rates of the larger sizes are to AdamW's as small's.
-* adopt: AdamW's rate and decay with the paper's b2 and eps; not published for these runs.
+* `optimizer=my_optim.py:make` or `optimizer=optax.contrib:adopt`: AdamW's rate.
 * mars_lion, mars_shampoo: rates by rules of thumb, not published for these runs.
 * 6.7b, 13b: width, depth, heads of 128, context, tokens a step, AdamW's rate and its end, and the
   clip of mean gradients are GPT-3's (arXiv 2005.14165; its 13B has 5,140 columns, here 40 heads of
@@ -64,17 +64,18 @@ from typing import Literal
 from maxmars.config import (
     AdamWConfig,
     AdEMAMixConfig,
-    AdoptConfig,
     EvalConfig,
     GPT2Config,
     LionConfig,
     MarsConfig,
     MuonConfig,
     NAdamWConfig,
+    OptaxConfig,
     OptimizerConfig,
     ScheduleConfig,
     SoapConfig,
     SophiaConfig,
+    Source,
     TokenShardsConfig,
     TrainConfig,
 )
@@ -89,7 +90,6 @@ Optimizer = Literal[
     "muon",
     "moonlight",
     "lion",
-    "adopt",
     "sophia",
     "soap",
     "mars",
@@ -207,13 +207,14 @@ RECIPES["13b"] = dataclasses.replace(
 
 
 def get_config(
-    size: Size = "small", optimizer: Optimizer = "mars", data: Data = "openwebtext"
+    size: Size = "small", optimizer: Optimizer | Source = "mars", data: Data = "openwebtext"
 ) -> TrainConfig:
     recipe = RECIPES[size]
     optimizer_config = get_optimizer(optimizer, recipe, data)
-    minimum = {"nadamw": 0.0, "sophia": recipe.sophia_minimum}.get(optimizer, recipe.minimum)
+    named = optimizer.short if isinstance(optimizer, Source) else optimizer
+    minimum = {"nadamw": 0.0, "sophia": recipe.sophia_minimum}.get(named, recipe.minimum)
     return TrainConfig(
-        name=f"gpt2-{size}-{optimizer}" + ("" if data == "openwebtext" else f"-{data}"),
+        name=f"gpt2-{size}-{named}" + ("" if data == "openwebtext" else f"-{data}"),
         num_steps=NUM_STEPS,
         global_batch_size=recipe.batch_size,
         gradient_multiplier=1.0 if optimizer == "sophia" else float(recipe.microbatches),
@@ -234,8 +235,10 @@ def get_config(
     )
 
 
-def get_optimizer(optimizer: Optimizer, recipe: Recipe, data: Data) -> OptimizerConfig:
+def get_optimizer(optimizer: Optimizer | Source, recipe: Recipe, data: Data) -> OptimizerConfig:
     match optimizer:
+        case Source():
+            return OptaxConfig(make=optimizer, learning_rate=recipe.adamw)
         case "adamw":
             return AdamWConfig(learning_rate=recipe.adamw, b1=0.9, b2=0.95, weight_decay=0.1)
         case "nadamw":
@@ -244,8 +247,6 @@ def get_optimizer(optimizer: Optimizer, recipe: Recipe, data: Data) -> Optimizer
             return AdEMAMixConfig(
                 learning_rate=1e-3 * recipe.adamw / 6e-4, mixing_warmup_steps=NUM_STEPS
             )
-        case "adopt":
-            return AdoptConfig(learning_rate=recipe.adamw, weight_decay=0.1)
         case "lion":
             return LionConfig(learning_rate=recipe.lion, weight_decay=1.0)
         case "sophia":

@@ -29,7 +29,6 @@ OPTIMIZERS = (
     "muon",
     "moonlight",
     "lion",
-    "adopt",
     "sophia",
     "soap",
     "mars",

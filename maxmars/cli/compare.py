@@ -231,7 +231,7 @@ def _of_words(
             )
             name = arguments.config.name
             if word is not None and len(specs) == 1:
-                name = Source.parse(word).short if ".py:" in word else word
+                name = Source.parse(word).short if ":" in word else word
             if name in parsed:
                 raise UsageError(f"{spec} makes another contender {name!r}; the names must differ.")
             parsed[name] = arguments
@@ -486,9 +486,11 @@ def _way_out(config: TrainConfig, tuned: Sequence[str], lacking: Sequence[str]) 
     from maxmars.compare.grids import fields_of
 
     if isinstance(config.optimizer, OptaxConfig):
-        make = Source.of(config.optimizer.make)
+        make = config.optimizer.source
         given = ", ".join(f"{field}=NUMBER" for field in lacking)
-        return f" To tune it too, give {make.function} of {make.file} the keyword defaults {given}."
+        if make.file:
+            named = f"give {make.function} of {make.file}"
+            return f" To tune it too, {named} the keyword defaults {given}."
     others = [field for field in fields_of(config) if field not in tuned]
     return f" To tune it as much as others, add some of its own to --tune: {', '.join(others)}."
 

@@ -21,7 +21,6 @@ from maxmars.config.model import GPT2Config, ModelConfig, ModuleConfig
 from maxmars.config.optimizer import (
     AdamWConfig,
     AdEMAMixConfig,
-    AdoptConfig,
     LionConfig,
     MarsConfig,
     MuonConfig,

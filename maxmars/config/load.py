@@ -191,10 +191,11 @@ class _Choice:
         """
         if word in self.words or self.takes_text:
             return self.words.get(word, word or None)
-        if not (self.takes_source and re.fullmatch(r".+\.py:[^\W\d]\w*", word)):
+        try:
+            source = Source.of(word, field=f"{name}.make") if self.takes_source else None
+        except ValueError:
             return None
-        source = Source.of(word, field=name)
-        if source.sha256 is None:
+        if source is not None and source.file and source.sha256 is None:
             raise UsageError(f"{name}={word}: there is no file {source.file}.")
         return source
 

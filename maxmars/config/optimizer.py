@@ -264,16 +264,6 @@ class LionConfig(DecayedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdoptConfig(AdamLikeConfig):
-    """ADOPT (arXiv 2411.02853): Adam that normalises by the second moment of the step before."""
-
-    learning_rate: Positive[float] = 6e-4
-    b2: Fraction = 0.9999
-    eps: Positive[float] = 1e-6
-    """Lower bound of the root of the second moment."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SophiaConfig(DecayedConfig):
     """Sophia-G (arXiv 2305.14342): momentum over a diagonal Gauss-Newton estimate, clipped. Each
     estimate costs one more gradient, on labels sampled from the model."""
@@ -329,15 +319,17 @@ class OptaxConfig(CheckedConfig):
     """Any optax optimizer, made by a function of the user's own."""
 
     make: Source | str
-    """`FILE.py:NAME`, relative to the config file, or to where it is typed. It is called as
-    `make(learning_rate, **options)` and returns an optax transformation. `learning_rate` is the
-    rate of the present step, a traced number. A function with such parameters also gets
-    `matrix_specs`, which say what axes of a parameter form a matrix, and `mesh`, the devices. It
-    may also return a pair: the transformation, and `evaluation_params(opt_state, params)`, which
-    names the parameters that are evaluated, kept as the best and exported."""
+    """`FILE.py:NAME`, relative to the config file, or to where it is typed; or `module:NAME` of an
+    installed package, as `optax.contrib:adopt`. It is called as `make(learning_rate, **options)`
+    and returns an optax transformation. `learning_rate` is the rate of the present step, a traced
+    number. A function with such parameters also gets `matrix_specs`, which say what axes of a
+    parameter form a matrix, `mesh`, the devices, and `mask` or `weight_decay_mask`, which say that
+    the linear layers' matrices decay. It may also return a pair: the transformation, and
+    `evaluation_params(opt_state, params)`, which names the parameters that are evaluated, kept as
+    the best and exported."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, JSON values. A run adds the function's own defaults, as
-    far as its file writes them as numbers, text, True or False."""
+    far as its file writes them as numbers, text, True or False, or its package has such."""
     learning_rate: Positive[float]
     """Peak learning rate; the schedule multiplies it."""
 
@@ -351,13 +343,20 @@ class OptaxConfig(CheckedConfig):
     def with_defaults(self) -> OptaxConfig:
         """The config whose options have the defaults of the function's keyword arguments too, so
         that they are recorded, changed by the command line and tuned."""
-        defaults = keyword_defaults(Source.of(self.make), ("matrix_specs", "mesh", "type"))
+        given = ("matrix_specs", "mesh", "mask", "weight_decay_mask", "type")
+        defaults = keyword_defaults(self.source, given)
         return dataclasses.replace(self, options=defaults | self.options)
 
     def rule_of(self, kind: Kind) -> UpdateRule:
         """Its own one; what decays how, only the function knows."""
-        name = Source.of(self.make).written
+        name = self.source.written
         return UpdateRule(name=name, learning_rate_scale=None, weight_decay=None)
+
+    @property
+    def source(self) -> Source:
+        """The function that `make` names."""
+        assert isinstance(self.make, Source)
+        return self.make
 
 
 OptimizerConfig = (
@@ -367,7 +366,6 @@ OptimizerConfig = (
     | MarsConfig
     | MuonConfig
     | LionConfig
-    | AdoptConfig
     | SophiaConfig
     | SoapConfig
     | OptaxConfig

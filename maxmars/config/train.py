@@ -334,6 +334,11 @@ def from_dict(value: Any) -> Any:
     if "type" not in value:  # options of the user's own
         return fields
     name = value["type"]
+    if name == "AdoptConfig":
+        raise ValueError(
+            "AdoptConfig is gone: start anew with optimizer=optax.contrib:adopt, --init-from its "
+            "weights."
+        )
     if name not in _CONFIG_CLASSES:
         raise ValueError(f"unknown config type {name!r}; known: {', '.join(_CONFIG_CLASSES)}.")
     config_class = _CONFIG_CLASSES[name]

@@ -1,4 +1,5 @@
-"""Python files of the user: config files, and functions that a config names as `FILE.py:NAME`."""
+"""Python files of the user: config files, and functions that a config names as `FILE.py:NAME`; and
+optimizers of installed packages, which it names as `module:NAME`."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import contextvars
 import dataclasses
 import functools
 import hashlib
+import importlib
+import inspect
 import math
 import sys
 import types
@@ -21,30 +24,33 @@ from maxmars.config.errors import about
 
 @dataclass(frozen=True, repr=False)
 class Source:
-    """A function in a Python file of the user's own.
+    """A function in a Python file of the user's own, or in an installed package.
 
     Two are equal if function and text are; where the file lies does not count.
     """
 
     file: str = field(compare=False)
+    """Empty for a function of an installed package."""
     function: str
+    """Its name; of an installed package `module:NAME`."""
     sha256: str | None
     """Of the file's text when the config was made, in hex. None if there was no such file, or in a
     record of an older maxmars."""
 
     @classmethod
     def parse(cls, text: str, *, field: str = "source", example: str = "my_data.py:f") -> Source:
-        """The function that `FILE.py:NAME` names, its file unread; an error says field and example.
+        """The function that `FILE.py:NAME` or `module:NAME` names, its file unread; an error says
+        field and example.
 
         Raises:
           ValueError: it is not written so.
         """
-        file, colon, function = text.rpartition(":")
-        if not colon or not file.endswith(".py") or not function.isidentifier():
-            raise ValueError(
-                f"{field}={text!r} must name a file and a function in it, as {example}."
-            )
-        return cls(file=file, function=function, sha256=None)
+        file, _, function = text.rpartition(":")
+        if file.endswith(".py") and function.isidentifier():
+            return cls(file=file, function=function, sha256=None)
+        if file and all(part.isidentifier() for part in [*file.split("."), function]):
+            return cls(file="", function=text, sha256=None)
+        raise ValueError(f"{field}={text!r} must name a file and a function in it, as {example}.")
 
     @classmethod
     def of(
@@ -52,13 +58,21 @@ class Source:
     ) -> Source:
         """`parse` of a text, with the digest of its file. In a config file the path is relative to
         that file (`relative_to`), elsewhere to the working directory."""
-        if not isinstance(source, str):
-            return source
-        parsed = cls.parse(source, field=field, example=example)
+        is_text = isinstance(source, str)
+        parsed = cls.parse(source, field=field, example=example) if is_text else source
+        if not parsed.file and field != "optimizer.make":
+            raise ValueError(
+                f"{field}={parsed} names a function of an installed package, which is possible for "
+                f"optimizer.make alone; name a file, as {example}."
+            )
+        if not is_text or not parsed.file:
+            return parsed
         return dataclasses.replace(parsed, file=str(_FOLDER.get() / parsed.file)).as_it_is()
 
     def as_it_is(self) -> Source:
         """The same function with the digest of the text that the file has now."""
+        if not self.file:
+            return self
         path = Path(self.file)
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
         return dataclasses.replace(self, sha256=digest)
@@ -81,13 +95,15 @@ class Source:
 
     @property
     def written(self) -> str:
-        """`FILE.py:NAME`, as a user writes it."""
-        return f"{self.file}:{self.function}"
+        """`FILE.py:NAME` or `module:NAME`, as a user writes it."""
+        return f"{self.file}:{self.function}" if self.file else self.function
 
     @property
     def short(self) -> str:
         """A name for tables and directories: that of the file, and the function's if it is not
         `make`."""
+        if not self.file:
+            return self.function.rpartition(":")[2]
         stem = Path(self.file).stem
         return stem if self.function == "make" else f"{stem}.{self.function}"
 
@@ -95,7 +111,8 @@ class Source:
         return repr(self.written)
 
     def __str__(self) -> str:
-        return f"{self.written} (SHA-256 {(self.sha256 or 'unknown')[:16]})"
+        digest = f" (SHA-256 {(self.sha256 or 'unknown')[:16]})" if self.file else ""
+        return f"{self.written}{digest}"
 
 
 @functools.cache
@@ -124,9 +141,9 @@ def relative_to(folder: Path) -> Generator[None]:
 
 
 def sources_in(config: Any) -> list[Source]:
-    """The functions of the user's own that a config, or a value in one, names."""
+    """The functions in files of the user's own that a config, or a value in one, names."""
     if isinstance(config, Source):
-        return [config]
+        return [config] if config.file else []
     if dataclasses.is_dataclass(config):
         config = tuple(getattr(config, field.name) for field in dataclasses.fields(config))
     return [s for item in config for s in sources_in(item)] if isinstance(config, tuple) else []
@@ -135,7 +152,7 @@ def sources_in(config: Any) -> list[Source]:
 def with_sources(config: Any, change: Callable[[Source], Source]) -> Any:
     """A config, or a value in one, with `change(source)` for each of `sources_in`."""
     if isinstance(config, Source):
-        return change(config)
+        return change(config) if config.file else config
     if isinstance(config, tuple):
         return tuple(with_sources(item, change) for item in config)
     if not sources_in(config):
@@ -154,6 +171,8 @@ def load_function(source: Source | str, *, field: str = "source") -> Callable[..
         exception was raised by the file's own code.
     """
     source = Source.of(source, field=field)
+    if not source.file:
+        return _of_package(*source.function.split(":"), field=field)
     path = Path(source.file)
     with about(f"{field}={source!r}"):
         text = source.text()
@@ -163,13 +182,48 @@ def load_function(source: Source | str, *, field: str = "source") -> Callable[..
     return function
 
 
+def _of_package(module: str, name: str, *, field: str) -> Callable[..., Any]:
+    """A function of an installed package."""
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f"{field}={module}:{name}: {error}; install its package, or name a file, FILE.py:NAME."
+        ) from error
+    function = getattr(found, name, None)
+    if not callable(function):
+        raise ValueError(f"{field}={module}:{name}: {module} has no function {name!r}.")
+    return function
+
+
 def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str, Any]:
     """The keyword arguments of a function whose defaults its file writes as a number, a text, True
     or False, with these defaults; the first argument and those of `without` are left out.
 
-    The file is read and not run: what it computes on devices would come before the processes of a
-    run have found each other. One that is missing or no Python has none; whoever runs it says so.
+    A file of the user's own is read and not run: what it computes on devices would come before the
+    processes of a run have found each other. One that is missing or no Python has none; whoever
+    runs it says so.
+
+    Raises:
+      ValueError: an installed package has no such function.
     """
+    defaults = _defaults_in_file(source) if source.file else _defaults_of_package(source)
+    return {
+        name: value
+        for name, value in defaults.items()
+        if name not in without
+        and isinstance(value, bool | int | float | str)
+        and (not isinstance(value, float) or math.isfinite(value))
+    }
+
+
+def _defaults_of_package(source: Source) -> dict[str, Any]:
+    function = load_function(source, field="optimizer.make")
+    _, *others = inspect.signature(function).parameters.values()
+    return {parameter.name: parameter.default for parameter in others}
+
+
+def _defaults_in_file(source: Source) -> dict[str, Any]:
     path = Path(source.file)
     try:
         tree = ast.parse(path.read_bytes() if path.is_file() else b"")
@@ -190,10 +244,8 @@ def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str,
             continue
         if isinstance(argument.annotation, ast.Name) and argument.annotation.id == "float":
             value = float(value) if type(value) is int else value
-        is_finite = not isinstance(value, float) or math.isfinite(value)
-        if isinstance(value, bool | int | float | str) and is_finite:
-            defaults[argument.arg] = value
-    return {name: value for name, value in defaults.items() if name not in without}
+        defaults[argument.arg] = value
+    return defaults
 
 
 def import_file(path: Path) -> types.ModuleType:

@@ -23,7 +23,6 @@ from maxmars.checkpoint.digest import leaf_types
 from maxmars.config import (
     AdamWConfig,
     AdEMAMixConfig,
-    AdoptConfig,
     LionConfig,
     MarsConfig,
     MuonConfig,
@@ -35,7 +34,7 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.config.optimizer import UpdateRule
-from maxmars.config.user_code import Source, load_function
+from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import like_params
 from maxmars.model.parameters import COMPONENTS, Parameters
 from maxmars.optim import (
@@ -75,8 +74,18 @@ def describe_parameters(optimizer: OptimizerConfig, parameters: Parameters) -> s
     if not isinstance(optimizer, OptaxConfig):
         return table
     numbers = [f"{k}={v!r}" for k, v in optimizer.options.items() if isinstance(v, int | float)]
-    named = Source.of(optimizer.make).written
+    named = optimizer.source.written
     return f"{table}\n\noptions of {named}: {', '.join(numbers)}" if numbers else table
+
+
+def note_on_package(optimizer: OptimizerConfig) -> str | None:
+    """What to know of an installed package's optimizer in a run; None for others."""
+    if not isinstance(optimizer, OptaxConfig) or optimizer.source.file:
+        return None
+    return (
+        f"{optimizer.source.written} gets the layers stacked in one array: a norm of an array is "
+        "over all layers"
+    )
 
 
 def summarize_rules(optimizer: OptimizerConfig, parameters: Parameters) -> str:
@@ -116,12 +125,6 @@ def make_optimizer(
             tx = optax.contrib.ademamix(learning_rate, mask=decays, alpha=alpha, b3=b3, **options)
         case LionConfig():
             tx = optax.lion(learning_rate, mask=decays, **_options(optimizer))
-        case AdoptConfig():
-            tx = optax.chain(
-                optax.contrib.scale_by_adopt(optimizer.b1, optimizer.b2, optimizer.eps),
-                optax.add_decayed_weights(optimizer.weight_decay, decays),
-                optax.scale_by_learning_rate(learning_rate),
-            )
         case SophiaConfig():
             tx = sophia(
                 learning_rate,
@@ -184,7 +187,7 @@ def evaluated_in_words(config: TrainConfig) -> str:
     if config.ema_decay is not None:
         return f"the average of the parameters (ema_decay={config.ema_decay})"
     assert isinstance(config.optimizer, OptaxConfig)  # no other names any
-    return f"the parameters that {Source.of(config.optimizer.make).written} names"
+    return f"the parameters that {config.optimizer.source.written} names"
 
 
 def _own_optimizer(
@@ -201,6 +204,15 @@ def _own_optimizer(
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     offered = {"matrix_specs": parameters.specs, "mesh": parameters.mesh}
     taken = {n: value for n, value in offered.items() if takes_any or n in signature.parameters}
+    decays = jax.tree.map(lambda kind: kind == "matrix", parameters.kinds)
+    masks = {"mask": decays, "weight_decay_mask": decays}
+    taken |= {n: mask for n, mask in masks.items() if n in signature.parameters}
+    if "muon_weight_dimension_numbers" in signature.parameters:
+        raise ValueError(
+            f"optimizer.make={optimizer.make!r} would orthogonalise the embeddings and give Adam "
+            "to every kernel, as layers are stacked. Take optimizer=muon of gpt2 or quickstart, or "
+            "a FILE.py:NAME that gives it muon_weight_dimension_numbers."
+        )
     arguments = taken | optimizer.options
     try:
         signature.bind(learning_rate, **arguments)
@@ -208,9 +220,18 @@ def _own_optimizer(
         raise ValueError(
             f"optimizer.make={optimizer.make!r} cannot be called with "
             f"{', '.join(['learning_rate', *arguments])} ({error}); it is make(learning_rate, "
-            "**options) with the keys of optimizer.options, and matrix_specs and mesh if it wants."
+            "**options) with the keys of optimizer.options, and matrix_specs, mesh and mask if it "
+            "wants."
         ) from None
-    match made := make(learning_rate, **arguments):
+    try:
+        made = make(learning_rate, **arguments)
+    except Exception as error:
+        if optimizer.source.file:
+            raise  # a fault of the user's own file, which its traceback shows
+        raise ValueError(
+            f"optimizer.make={optimizer.make!r} makes no optimizer: {error}."
+        ) from error
+    match made:
         case optax.GradientTransformation():
             return made, None
         case (optax.GradientTransformation() as tx, named) if callable(named):
@@ -236,12 +257,14 @@ def check_optimizer(
         return
     whose = f"the optimizer of optimizer.make={optimizer.make!r}"
     params = parameters.abstract
-    update, (rate, before) = _own_update(optimizer, parameters)
+    _own_optimizer(optimizer, parameters, optimizer.learning_rate)
     try:
+        update, (rate, before) = _own_update(optimizer, parameters)
         updates, after = jax.eval_shape(update, rate, before)
-    except TypeError as error:
-        if " missing " not in str(error):
-            raise
+    except Exception as error:
+        needs_more = isinstance(error, TypeError) and " missing " in str(error)
+        if optimizer.source.file and not needs_more:
+            raise  # a fault of the user's own file, which its traceback shows
         raise ValueError(
             f"{whose} needs more than gradients, state and parameters ({error}); take one whose "
             "update needs these alone."

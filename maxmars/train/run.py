@@ -69,7 +69,7 @@ from maxmars.train.init_from import (
 )
 from maxmars.train.journal import Journal
 from maxmars.train.metrics import MetricsWriter, validation_losses
-from maxmars.train.optimizer import describe_parameters, summarize_rules
+from maxmars.train.optimizer import describe_parameters, note_on_package, summarize_rules
 from maxmars.train.resume import (
     check_data,
     continued_config,
@@ -312,6 +312,9 @@ def lock(run: Run, stack: contextlib.ExitStack) -> None:
         f"{config.tokens_per_step:,} tokens a step, {data['num_tokens']:,} training tokens"
     )
     log(f"{rules}; parameters.txt says which")
+    note = note_on_package(config.optimizer)
+    if note is not None and run.saved is None:
+        log(note)
     if run.train_step.evaluated is not None:
         log(f"evaluated and exported: {run.train_step.evaluated}")
     for text in run.messages:

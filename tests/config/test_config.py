@@ -136,6 +136,7 @@ REFUSED = [
     # what another version wrote
     (lambda: from_dict(to_dict(tiny_config()) | {"speed": 1}), "TrainConfig", "speed"),
     (lambda: from_dict({"type": "Nope"}), "'Nope'"),
+    (lambda: from_dict({"type": "AdoptConfig", "b1": 0.9}), "optax.contrib:adopt"),
     (
         lambda: from_dict({"type": "EvalConfig", "hellaswag_too_long": "leave_out"}),
         "EvalConfig sets hellaswag_too_long",

@@ -13,7 +13,6 @@ from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
 
 from maxmars.config import (
     AdEMAMixConfig,
-    AdoptConfig,
     LionConfig,
     MarsConfig,
     MeshConfig,
@@ -82,7 +81,6 @@ def first_step(optimizer, params, grads):
         MuonConfig(weight_decay=0.1, decay_embeddings=True, embeddings="orthogonalize"),
         MuonConfig(weight_decay=0.1, vector_weight_decay=0.2),
         LionConfig(),
-        AdoptConfig(),
     ],
 )
 def test_rules_say_what_the_optimizer_does(optimizer):

@@ -20,7 +20,6 @@ from maxmars.checkpoint.journal import read_journal
 from maxmars.cli import main
 from maxmars.compare.curves import read_run
 from maxmars.config import (
-    AdoptConfig,
     CheckpointConfig,
     EvalConfig,
     GPT2Config,
@@ -30,6 +29,7 @@ from maxmars.config import (
     MeshConfig,
     MixtureConfig,
     MixturePart,
+    NAdamWConfig,
     ScheduleConfig,
 )
 from maxmars.distributed import sharding
@@ -224,7 +224,7 @@ def test_a_field_that_does_not_exist(continuing, short_config):
             "model",
             ["model.num_layers", "params/h/", "float32[3,", "float32[2,"],
         ),
-        ({"optimizer": AdoptConfig()}, "optimizer", [ADAMW, AdoptConfig(), "--init-from"]),
+        ({"optimizer": NAdamWConfig()}, "optimizer", [ADAMW, NAdamWConfig(), "--init-from"]),
     ],
 )
 def test_what_does_not_fit_cannot_be_changed(
@@ -426,8 +426,8 @@ def test_a_model_that_is_computed_in_another_way_is_the_same(source, short_confi
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        # Adopt's state has the same arrays as AdamW's.
-        ({"optimizer": AdoptConfig()}, ["AdamWConfig", "AdoptConfig"]),
+        # NAdamW's state has the same arrays as AdamW's.
+        ({"optimizer": NAdamWConfig()}, ["AdamWConfig", "NAdamWConfig"]),
         (
             {"model": model(vocab_pad_multiple=1)},
             ["params/wte/embedding", "model.vocab_pad_multiple", "8 there", "1 here"],

@@ -8,13 +8,13 @@ from tiny import first_difference, series, short_config
 from maxmars.config import (
     AdamWConfig,
     AdEMAMixConfig,
-    AdoptConfig,
     CheckpointConfig,
     EvalConfig,
     LionConfig,
     MarsConfig,
     MuonConfig,
     NAdamWConfig,
+    OptaxConfig,
     SoapConfig,
     SophiaConfig,
 )
@@ -25,7 +25,7 @@ OPTIMIZERS = {
     "nadamw": NAdamWConfig(),
     "ademamix": AdEMAMixConfig(mixing_warmup_steps=4),
     "lion": LionConfig(),
-    "adopt": AdoptConfig(),
+    "adopt": OptaxConfig(make="optax.contrib:adopt", learning_rate=6e-4),
     "sophia": SophiaConfig(update_hessian_every=2),
     "soap": SoapConfig(),
     "muon": MuonConfig(),

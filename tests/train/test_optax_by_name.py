@@ -1,0 +1,157 @@
+"""Optimizers of optax by name, `optax.contrib:adopt`: made, masked, trained, and refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from refusals import refused
+from tiny import MODEL, first_difference, random_params
+
+from maxmars.cli import main
+from maxmars.config import AdamWConfig, LionConfig, ModuleConfig, OptaxConfig, load_config
+from maxmars.model.parameters import Parameters
+from maxmars.train.optimizer import check_optimizer, make_optimizer
+
+PARAMETERS = Parameters(MODEL)
+DECAYS = jax.tree.map(lambda kind: kind == "matrix", PARAMETERS.kinds)
+
+
+def named(make, learning_rate=1e-2, **options):
+    made = OptaxConfig(make=make, options=options, learning_rate=learning_rate)
+    return made.with_defaults()
+
+
+def assert_same_trajectory(tx, other):
+    """Three steps of two optimizers are equal bit by bit."""
+    results = []
+    for each in (tx, other):
+        params = random_params(MODEL)
+        state, update = each.init(params), jax.jit(each.update)
+        for seed in (1, 2, 3):
+            updates, state = update(random_params(MODEL, seed), state, params)
+            params = optax.apply_updates(params, updates)
+        results.append(params)
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_adopt_is_the_chain_that_it_was_by_a_config_of_its_own():
+    rate = jnp.float32(1e-2)
+    chain = optax.chain(
+        optax.contrib.scale_by_adopt(0.9, 0.9999, 1e-6),
+        optax.add_decayed_weights(0.0, DECAYS),
+        optax.scale_by_learning_rate(rate),
+    )
+    assert_same_trajectory(make_optimizer(named("optax.contrib:adopt"), PARAMETERS, rate), chain)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "equal"),
+    [
+        (named("optax:adamw", b2=0.95, weight_decay=0.1), AdamWConfig()),
+        (named("optax:lion", b1=0.95, b2=0.98, weight_decay=1.0), LionConfig()),
+    ],
+)
+def test_what_decays_is_filled_in(optimizer, equal):
+    rate = jnp.float32(1e-2)
+    pair = (make_optimizer(each, PARAMETERS, rate) for each in (optimizer, equal))
+    assert_same_trajectory(*pair)
+
+
+def test_what_decays_is_filled_in_by_its_other_name():
+    rate, options = jnp.float32(1e-2), {"weight_decay": 0.1, "trust_ratio_mask": False}
+    lars = optax.lars(rate, weight_decay_mask=DECAYS, **options)
+    assert_same_trajectory(make_optimizer(named("optax:lars", **options), PARAMETERS, rate), lars)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(f"optax:{name}" for name in ("lamb", "adafactor", "sm3", "novograd", "radam", "adan")),
+        *(f"optax.contrib:{n}" for n in ("adopt", "prodigy", "cocob", "schedule_free_adamw")),
+    ],
+)
+def test_those_that_take_gradients_state_and_parameters(make):
+    check_optimizer(named(make), PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        ("optax.contrib:sophia", ["obj_fn"]),
+        ("optax.contrib:momo", ["'value'"]),
+        ("optax.contrib:muon", ["embeddings", "optimizer=muon"]),
+        ("optax:lbfgs", ["'value_fn'"]),
+        ("optax.contrib:mechanize", ["'init'"]),
+        ("optax:apply_if_finite", ["max_consecutive_errors"]),
+    ],
+)
+def test_those_that_need_more(make, words):
+    with refused(ValueError, make, *words):
+        check_optimizer(named(make), PARAMETERS)
+
+
+@pytest.mark.parametrize("make", ["optax.contrib:adoptt", "optaxx:adam", "optax:contrib"])
+def test_there_is_none_of_this_name(make):
+    with refused(ValueError, f"optimizer.make={make}", make.partition(":")[2]):
+        named(make)
+
+
+def test_a_model_is_named_by_its_file_alone():
+    with refused(ValueError, "model.make=flax.nnx:Linear", "optimizer.make alone"):
+        ModuleConfig(make="flax.nnx:Linear", vocab_size=8, max_seq_len=8)
+
+
+def test_options_are_the_defaults_of_the_package():
+    config = load_config("gpt2:optimizer=optax.contrib:adopt")
+    assert config.name == "gpt2-small-adopt"
+    assert config.optimizer.options == {
+        "b1": 0.9,
+        "b2": 0.9999,
+        "eps": 1e-6,
+        "nesterov": False,
+        "use_clipping": True,
+    }
+    assert "weight_decay_mask" not in named("optax:lars").options
+
+
+SIZE = """--num-steps 4 --global-batch-size 8 --schedule.warmup-steps 1
+    --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 --model.max-seq-len 16
+    --model.scan-unroll 1 --eval.num-windows 8 --eval.batch-size 8"""
+
+
+@pytest.mark.seconds
+def test_a_run_on_a_mesh_continues_and_says_what_it_trains_with(byte_tokens, tmp_path, capsys):
+    spec = f"quickstart:data={byte_tokens},optimizer=optax:lamb"
+    options = [*SIZE.split(), "--num-processes", "1", "--log.every", "1"]
+    options += ["--optimizer.options.weight-decay", "0.1", "--checkpoint.every", "2"]
+
+    def run(name, *more):
+        main(["train", spec, "--workdir", str(tmp_path / name), *options, *more])
+
+    run("whole")
+    printed = capsys.readouterr().out
+    assert "optax:lamb" in printed
+    assert "over all layers" in printed
+    table = (tmp_path / "whole" / "parameters.txt").read_text()
+    assert "weight_decay=0.1" in table
+    run("halves", "--num-steps", "2", "--schedule.decay-steps", "4")
+    run("halves", "--schedule.decay-steps", "4", "--resume-overrides", "num_steps")
+    run("same", "--schedule.decay-steps", "4")
+    assert first_difference(tmp_path / "halves", tmp_path / "same") is None
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+@pytest.mark.seconds
+def test_it_is_planned_and_compared(command, byte_tokens, tmp_path, capsys):
+    data = f"data={byte_tokens}"
+    words = {
+        "plan": [f"quickstart:{data},optimizer=optax.contrib:adopt", "--topology", "cpu:1"],
+        "compare": [
+            *["compare_tiny:" + data, "--optimizers", "adamw", "optax.contrib:adopt"],
+            *["--tune", "learning_rate", "b1", "--workdir", str(tmp_path), "--dry-run"],
+        ],
+    }[command]
+    main([command, *words, *SIZE.split()])
+    assert "adopt" in capsys.readouterr().out
