@@ -34,6 +34,7 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         "mesh": dict(mesh.shape),
         # XLA splits sums on CPUs by the number of threads, so their rounding depends on it.
         **({"num_cores": _num_cores()} if devices[0].platform == "cpu" else {}),
+        **({"libtpu_init_args": _libtpu_init_args()} if devices[0].platform == "tpu" else {}),
     }
 
 
@@ -57,13 +58,18 @@ def changes_since(
 ) -> list[str]:
     """How the code, the versions and the number of a CPU's cores differ between two results of
     `environment`, in words; with `devices` also the system, the devices and the mesh."""
-    names = ["git_commit", "code", "python", *package_versions(), "num_cores"]
+    names = ["git_commit", "code", "python", *package_versions(), "num_cores", "libtpu_init_args"]
     names += ["system", "platform", "device_kinds", "num_devices", "mesh"] if devices else []
     return [
         f"{name} {earlier[name]} -> {now[name]}"
         for name in names
         if name in earlier and name in now and earlier[name] != now[name]
     ]
+
+
+def _libtpu_init_args() -> str:
+    """Options of the compiler for TPUs that the environment sets."""
+    return os.environ.get("LIBTPU_INIT_ARGS", "")
 
 
 def _num_cores() -> int | None:

@@ -54,7 +54,7 @@ def _spec_of(hint: Any) -> PrimitiveConstructorSpec[Any] | None:
         return _several_or_none(tuples[0])
     if tuples == kinds:
         return _several_values(tuples[0])
-    return _own_function(kinds) or _one_value(hint, kinds) or _named_values(hint, kinds)
+    return _own_function(kinds) or _one_value(hint, kinds)
 
 
 def _one_value(hint: Any, kinds: list[Any]) -> PrimitiveConstructorSpec[Any] | None:
@@ -154,37 +154,6 @@ def _several_or_none(hint: Any) -> PrimitiveConstructorSpec[Any] | None:
         str_from_instance=lambda value: (
             ["None"] if value is None else spec.str_from_instance(value)
         ),
-    )
-
-
-def _named_values(hint: Any, kinds: list[Any]) -> PrimitiveConstructorSpec[Any] | None:
-    """Texts by name, such as options of a compiler, or a word in place of them all."""
-    if len(kinds) == 1 or dict not in map(typing.get_origin, kinds):
-        return None  # a dict alone: each key that the config file gives is an option
-    alone = _words_of(kinds)
-
-    def read(words: list[str]) -> Any:
-        if not words:
-            raise ValueError("needs one or more values.")
-        if len(words) == 1 and words[0] in alone:
-            return alone[words[0]]
-        pairs = [word.partition("=") for word in words]
-        for word, (name, equals, _) in zip(words, pairs, strict=True):
-            if not (name and equals):
-                meant = did_you_mean(word, alone)
-                raise ValueError(f"{word} must be NAME=VALUE or {' or '.join(alone)}{meant}.")
-        return {name: value for name, _, value in pairs}
-
-    def written(value: Any) -> list[str]:
-        is_dict = isinstance(value, dict)
-        return [f"{name}={item}" for name, item in value.items()] if is_dict else [str(value)]
-
-    return PrimitiveConstructorSpec(
-        nargs="*",
-        metavar="|".join(["NAME=VALUE ...", *alone]),
-        instance_from_str=read,
-        is_instance=lambda value: fits(value, hint),
-        str_from_instance=written,
     )
 
 

@@ -61,7 +61,6 @@ MAY_DIFFER = (
     "guard.",
     "model.remat",
     "model.scan_unroll",
-    "tpu_compiler_options",
     "hang_timeout_s",
     "checkpoint.",
     "log.",

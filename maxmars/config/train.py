@@ -182,19 +182,6 @@ class GuardConfig(CheckedConfig):
             )
 
 
-CompilerOptions = Annotated[
-    dict[str, bool | int | float | str],
-    Rule(
-        lambda options: options == "auto" or _are_scalars(options),
-        "must give each option a text, a number, True or False",
-    ),
-]
-
-
-def _are_scalars(options: dict[str, Any]) -> bool:
-    return all(isinstance(value, bool | int | float | str) for value in options.values())
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(CheckedConfig):
     """One training run."""
@@ -230,15 +217,6 @@ class TrainConfig(CheckedConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
-    # Not hashed, as a dict cannot be; configs are still compared by it.
-    tpu_compiler_options: CompilerOptions | Literal["auto"] | None = field(
-        default="auto", hash=False
-    )
-    """Options of XLA's compiler for the train step on TPUs, in place of maxmars's own, such as
-    xla_tpu_dot_dot_fusion=false; there is no effect elsewhere. `auto` takes
-    xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000, and for embed_dim from 1280 on also
-    xla_tpu_dot_dot_fusion=false. None takes no options. Resuming may change them. See
-    maxmars/plan/README.md for what they bring."""
     hang_timeout_s: Positive[float] | None = 600.0
     """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
     this and than ten times the one before it. The first of each, which compiles, a checkpoint and a
@@ -316,6 +294,7 @@ def to_dict(config: Any) -> Any:
 _REMOVED = {
     "hellaswag_too_long": "export it with the code that wrote it, and go on by --init-from",
     "orthogonality_every": "nothing measures it now; start anew, by --init-from from its weights",
+    "tpu_compiler_options": "set LIBTPU_INIT_ARGS='--NAME=VALUE ...' in the environment",
 }
 """Fields of older records, and the way out for a record that uses one."""
 
@@ -349,7 +328,7 @@ def from_dict(value: Any) -> Any:
         fields.pop(field_name, None)
     unknown = fields.keys() - {f.name for f in dataclasses.fields(config_class)}
     for field_name in unknown & _REMOVED.keys():
-        if fields.pop(field_name) not in (None, False, "cut"):
+        if fields.pop(field_name) not in (None, False, "cut", "auto"):
             raise ValueError(
                 f"{name} sets {field_name}, which this maxmars does not have; "
                 f"{_REMOVED[field_name]}."

@@ -35,12 +35,11 @@ from maxmars.model.attention import choose_attention
 from maxmars.model.gpt2 import blocks_at_once
 from maxmars.model.parameters import Parameters
 from maxmars.train.auto import with_compute_dtype
-from maxmars.train.compiler_options import compiler_options
 from maxmars.train.step import abstract_train_state, carried_over
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
 _MAY_CHANGE = re.compile(
-    r"(name|num_steps|num_microbatches|hang_timeout_s|tpu_compiler_options"
+    r"(name|num_steps|num_microbatches|hang_timeout_s"
     r"|schedule\.decay_steps|data(\.parts\.\d+)?\.(verify|num_workers)"
     r"|model\.(attention|remat|scan_unroll)|guard\.max_consecutive_skips)$"
     r"|(mesh|eval|checkpoint|log)\."
@@ -150,8 +149,6 @@ def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
     """What may change freely in a config and changes nothing but the rounding, by dotted name."""
     model = config.model
     fields: dict[str, Any] = {"num_microbatches": config.microbatches, "model.remat": model.remat}
-    if platform == "tpu":
-        fields["tpu_compiler_options"] = compiler_options(config, platform)
     if isinstance(model, GPT2Config):
         fields["model.compute_dtype"] = model.compute_dtype
         fields["model.attention"] = choose_attention(model, platform).implementation

@@ -39,7 +39,7 @@ from maxmars.distributed import sharding
 from maxmars.model.language_model import check_model, make_model, mean_loss
 from maxmars.model.parameters import COMPONENTS, Parameters, init_params
 from maxmars.optim import needs_sampled_grads, sophia_state
-from maxmars.train.compiler_options import checked_compiler_options
+from maxmars.train.compiler_options import compiler_options
 from maxmars.train.optimizer import (
     evaluated_in_words,
     follows_rate,
@@ -381,8 +381,7 @@ def make_train_step(
         `batch_types` of the config.
 
     Raises:
-      ValueError: the mesh does not divide the model or the batch, or the compiler does not know
-        the config's options for it.
+      ValueError: the mesh does not divide the model or the batch.
     """
     mesh, abstract_state = parameters.mesh, abstract_train_state(config, parameters)
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len + 1)
@@ -393,7 +392,7 @@ def make_train_step(
         donate_argnums=0,
         in_shardings=(shardings, batch_sharding),
         out_shardings=(shardings, replicated),
-        compiler_options=checked_compiler_options(config, mesh),
+        compiler_options=compiler_options(config, mesh.devices.flat[0].platform),
     )
     types = types or batch_types(config.data, config.model)
     batch = {

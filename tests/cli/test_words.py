@@ -60,16 +60,11 @@ CHANGES = {
         "--model.use-bias False --optimizer.exact True": {"optimizer.exact": True},
         "--gradient-clip-norm None --mesh.fsdp 4": {"gradient_clip_norm": None},
         "--model.remat dots --log.wandb None": {"model.remat": "dots", "log.wandb": None},
-        "--tpu-compiler-options xla_a=1 xla_b=c=d": {
-            "tpu_compiler_options": {"xla_a": "1", "xla_b": "c=d"}
-        },
         "--name=-x --eval.hellaswag-path None": {"name": "-x", "eval.hellaswag_path": None},
     },
     "the last of two": {
         f"mars.py --seed 1 --seed {2**32 - 1}": {"seed": 2**32 - 1},
-        "--tpu-compiler-options None": {"tpu_compiler_options": None},
     },
-    "a word for all": {"mars.py --tpu-compiler-options auto": {"tpu_compiler_options": "auto"}},
     "of an own function": {
         "own.py --optimizer.options.rate None": {"optimizer.options.rate": None},
         "--optimizer.options.betas 0.8": {"optimizer.options.betas": (0.8,)},
@@ -144,9 +139,6 @@ REFUSALS = [
     (2, f"{MARS} --num-steps=many", "--num-steps many must be an integer"),
     (2, f"{MARS} --num-steps 1e400", "--num-steps 1e400"),
     (2, f"{MARS} --model.remat atention", "--model.remat atention", "`attention`"),
-    (2, f"{MARS} --tpu-compiler-options", "--tpu-compiler-options"),
-    (2, f"{MARS} --tpu-compiler-options a=1 b", "--tpu-compiler-options b", "NAME=VALUE"),
-    (2, f"{MARS} --tpu-compiler-options autp", "--tpu-compiler-options autp", "`auto`"),
     (2, "train own.py --optimizer.make no", "--optimizer.make no must be FILE.py:NAME"),
     (2, f"{OWN}.rate 3", "--optimizer.options.rate 3"),
     (2, f"{OWN}.more None", "--optimizer.options.more None"),

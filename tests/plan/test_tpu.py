@@ -1,6 +1,5 @@
 """Plans for TPU slices that are not there; needs the compiler of the extra `tpu`."""
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -12,12 +11,10 @@ import pytest
 from refusals import refused
 from tiny import ADAMW, tiny_config
 
-from maxmars.config import GPT2Config, MarsConfig, MeshConfig
+from maxmars.config import MarsConfig, MeshConfig
 from maxmars.distributed.sharding import make_mesh
-from maxmars.model.parameters import Parameters
 from maxmars.plan import make_plan
 from maxmars.plan.topology import get_topology
-from maxmars.train.step import make_train_step
 
 pytestmark = [
     pytest.mark.slow,
@@ -123,26 +120,34 @@ def test_traffic_stays_within_the_budgets(plans, request):
             assert size <= 1.1 * stored[name].get(kind, 0), (name, kind)
 
 
-def test_compiler_options_reach_the_compiler_of_absent_chips():
-    topology = get_topology("v5e:2x2")
-    model = GPT2Config(num_layers=1, num_heads=4, embed_dim=256, max_seq_len=256, vocab_size=512)
+COMPILE = """
+import sys
+from maxmars.config import AdamWConfig, GPT2Config, MeshConfig, PythonSourcesConfig, TrainConfig
+from maxmars.model.parameters import Parameters
+from maxmars.plan import get_topology
+from maxmars.train.step import make_train_step
 
-    def text(options):
-        config = tiny_config(
-            model=dataclasses.replace(model, compute_dtype="bfloat16"),
-            global_batch_size=64,
-            mesh=MeshConfig(fsdp=4),
-            num_microbatches=1,
-            tpu_compiler_options=options,
-        )
-        return make_train_step(config, Parameters(config.model, topology.mesh(config))).text()
+model = GPT2Config(num_layers=1, num_heads=4, embed_dim=256, max_seq_len=256, vocab_size=512)
+config = TrainConfig(
+    name="one", num_steps=1, global_batch_size=64, num_microbatches=1, mesh=MeshConfig(fsdp=4),
+    model=model, optimizer=AdamWConfig(), data=PythonSourcesConfig(),
+)
+mesh = get_topology("v5e:2x2").mesh(config)
+print(make_train_step(config, Parameters(model, mesh)).text())
+"""
 
-    assert "collective-permute" in text(None)  # of products that are taken apart
-    assert "collective-permute" not in text("auto")
-    with refused(ValueError, "tpu_compiler_options", "'xla_no_such_option'"):
-        text({"xla_no_such_option": 1})
-    with refused(ValueError, "tpu_compiler_options", "'many'"):
-        text({"xla_jf_spmd_threshold_for_windowed_einsum_mib": "many"})
+
+def test_the_steps_options_reach_the_compiler_of_absent_chips():
+    """Without them the products are taken apart. libtpu reads the environment once: a process."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=os.environ | {"LIBTPU_INIT_ARGS": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ENTRY" in done.stdout
+    assert "collective-permute" not in done.stdout
 
 
 CONFIG = """

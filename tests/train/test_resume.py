@@ -246,10 +246,7 @@ def test_a_run_keeps_its_type_where_another_would_be_chosen(continuing, short_co
         assert continuing(auto, stored=stored) == stored
 
 
-def test_compiler_options_and_what_the_model_hides_may_change(continuing, short_config):
-    config = short_config(tpu_compiler_options=None)
-    assert continuing(config) == config
-    assert continuing(short_config(), stored=config) == short_config()
+def test_what_the_model_hides_may_change(continuing, short_config):
     config = short_config(model=dataclasses.replace(MODEL, document_end_id=256))
     assert continuing(config, "model.document_end_id") == config
 
