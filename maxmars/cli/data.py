@@ -29,7 +29,7 @@ from maxmars.data.metadata import (
     read_metadata,
 )
 from maxmars.data.token_files import TokenStream
-from maxmars.data.tokenizer import load, tokenizer_of_tokens
+from maxmars.data.tokenizer import GPT2Tokenizer, load, tokenizer_of_tokens
 from maxmars.distributed.files import Workdir, is_remote, resolve, sha256_of
 from maxmars.distributed.progress import Progress
 
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 _SAMPLE_TOKENS = 1 << 14
 _SAMPLE_CHARACTERS = 300
 _BLOCK_TOKENS = 1 << 22
+_TOKENS_OF_SMALL = 124_000_000  # one for each parameter of GPT-2 small
 _RECORDED_ALWAYS = {"tokenizer", "validation_fraction"}
 _NOT_RECORDED = {"source", "out", "workers", "tasks", "pack", "pack_length"}
 
@@ -198,17 +199,42 @@ def _prepare(arguments: PrepareArguments) -> int:
         print(f"of the first texts, {metadata.loss}")
     if metadata.skipped is not None:
         print(f"left out {metadata.skipped}")
-    following = ["maxmars", "train", f"quickstart:data={arguments.out}"]
+    tokens = {name: split.num_tokens for name, split in metadata.splits.items()}
+    following = _training(arguments.out, tokens, metadata.tokenizer)
     if pack == "best_fit":
         for split, plan in write_plans(out, arguments.pack_length).items():
             print(
                 f"planned {len(plan):,} windows of {arguments.pack_length:,} tokens ({split}), "
                 f"{plan.fill:.2%} of them filled"
             )
-        length = ["--model.max-seq-len", str(arguments.pack_length)]
-        following += ["--data.packing", "best_fit", *length]
-    print(f"next: {shlex.join(following)}")
+        following = (
+            f"{following} --data.packing best_fit --model.max-seq-len {arguments.pack_length}"
+        )
+    print(following)
     return 0
+
+
+def _training(path: str, tokens: Mapping[str, int], tokenizer: str) -> str:
+    """The line that names the command that trains a model of fitting size.
+
+    Args:
+      path: the directory of tokens.
+      tokens: the number of each split.
+      tokenizer: its name.
+    """
+    config, length, batch_size = [f"quickstart:data={path}"], 128, 8
+    train, val = tokens.get("train", 0), tokens.get("val")
+    if tokenizer == GPT2Tokenizer.name and train >= _TOKENS_OF_SMALL:
+        config = ["gpt2:size=small,optimizer=mars", "--data.path", path]
+        length, batch_size = 1024, 480
+    if val is None:
+        config += ["--eval.every", "None"]
+    longest = min(length, (train - 1) // batch_size, length if val is None else val - 1)
+    if longest < 2:
+        return f"{path} has too few tokens to train on; prepare more text."
+    if longest < length:
+        config += ["--model.max-seq-len", str(1 << longest.bit_length() - 1)]
+    return f"next: {shlex.join(['maxmars', 'train', *config])}"
 
 
 def _command(arguments: PrepareArguments) -> str:
@@ -244,10 +270,8 @@ def _inspect(arguments: InspectArguments) -> int:
     splits = dict(_open_splits(directory))
     _print_summary(directory, described[directory], splits)
     if other is None:
-        config = [f"quickstart:data={path}"]
-        if next(iter(splits.values())).tokenizer == "gpt2":
-            config = ["gpt2:size=small,optimizer=mars", "--data.path", path]
-        print(f"next: {shlex.join(['maxmars', 'train', *config])}")
+        tokens = {name: stream.num_tokens for name, stream in splits.items()}
+        print(_training(path, tokens, next(iter(splits.values())).tokenizer))
         return 0
     rows = differences(directory, other)
     if not rows:

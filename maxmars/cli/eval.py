@@ -141,6 +141,9 @@ def run(argv: list[str]) -> int:
         _run_lm_eval(arguments, tasks, mesh)
     else:
         _run_native(arguments, tasks, mesh)
+        if arguments.output is arguments.against is None and processes.is_primary():
+            command = shlex.join(["maxmars", "eval", *argv])
+            print(f"next: {command} --against OTHER_MODEL --output scores.json")
     return 0
 
 
@@ -227,9 +230,6 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         print(*report.notes(), sep="\n")
     if arguments.output is not None:
         report.write(arguments.output)
-    elif processes.is_primary() and not against:
-        command = shlex.join(["maxmars", "eval", arguments.target])
-        print(f"next: {command} --against OTHER_MODEL --output scores.json")
 
 
 def _run_lm_eval(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:

@@ -67,8 +67,8 @@ class TokenDirectory(CheckedConfig):
     """Directory of tokens, on a disk or `gs://`; its format is recognised."""
     tokenizer: str | None = None
     """Of other programs' files: `byte`, `gpt2`, the path of a `tokenizer.json` or of its directory,
-    or `unknown`. None is what a header of llm.c says, `unknown` where `vocab_size` is set, else
-    GPT-2's."""
+    or `unknown`. None is what a header of llm.c or a `tokenizer.json` beside nanoGPT's files says,
+    `unknown` where `vocab_size` is set, else GPT-2's."""
     vocab_size: Count[int] | None = None
     """Number of token ids of other programs' files. None is the tokenizer's."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None

@@ -2,15 +2,17 @@
 
 * Our own shards (`maxmars data prepare`), on a disk or in a bucket: `meta.json`, see `metadata`.
 * TFDS in its own layout (`dataset_info.json`), see `tfds_stream`.
-* nanoGPT: `train.bin` and `val.bin`, without a header. GPT-2's uint16 are assumed, unless the
-  config names something else. They are refused where a file beside them says that they are not,
-  such as `meta.pkl`, which is left alone: reading a pickle runs what is in it.
+* nanoGPT: `train.bin` and `val.bin`, without a header. Their tokenizer is the one that the config
+  names, or a `tokenizer.json` beside them, or else GPT-2's with its uint16. They are refused where
+  a file beside them says that they are not GPT-2's, such as `meta.pkl`, which is left alone:
+  reading a pickle runs what is in it.
 * llm.c: `NAME_train.bin` and `NAME_val.bin`, or `NAME_train_000001.bin` and so on, with a header.
 * build-nanogpt: `NAME_train_000001.npy` and so on, NumPy's arrays.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import os
@@ -54,7 +56,8 @@ _GPT2 = Vocabulary(tokenizer=GPT2Tokenizer.name, size=GPT2Tokenizer.vocab_size)
 _LLAMA_3 = Vocabulary(tokenizer="llama-3", size=128_256)
 # Magic number and version of llm.c's headers -> type of a token, what the ids mean.
 _LLM_C = {(20240520, 1): ("uint16", _GPT2), (20240801, 7): ("uint32", _LLAMA_3)}
-_OF_OTHER_TOKENIZERS = ("meta.pkl", "tokenizer.json", "tokenizer.model", "vocab.json")
+_TOKENIZER = "tokenizer.json"
+_OF_OTHER_TOKENIZERS = ("meta.pkl", "tokenizer.model", "vocab.json")
 _WINDOWS, _WINDOW = 16, 4096  # tokens that are looked at before anything is done with a directory
 _MANY, _FEW_HIGH_BYTES = 1024, 0.05
 
@@ -78,7 +81,7 @@ def open_split(directory: str | os.PathLike[str] | TokenDirectory, split: str) -
 def vocab_size_of(directory: str) -> int:
     """Number of token ids of a directory in any format that can be read, without its tokens.
 
-    It is GPT-2's where another program's files do not say it.
+    It is GPT-2's where another program's files, and a `tokenizer.json` beside them, do not say it.
 
     Raises:
       See `read_metadata`.
@@ -92,8 +95,10 @@ def vocab_size_of(directory: str) -> int:
         return read_metadata(directory).vocab_size
     headers = (_read_header(Path(path)) for path in sorted(place.glob("*.bin")))
     told = (_LLM_C[magic, version] for magic, version, _ in headers if (magic, version) in _LLM_C)
-    _, vocabulary = next(told, ("", _GPT2))
-    return vocabulary.size
+    if (found := next(told, None)) is not None:
+        return found[1].size
+    has_tokenizer = (place / _TOKENIZER).is_file() and (place / "train.bin").is_file()
+    return load(place).vocab_size if has_tokenizer else _GPT2.size
 
 
 def examine(directory: str | os.PathLike[str], *, checksums: bool = True) -> str | None:
@@ -200,6 +205,8 @@ def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenF
     if any(_read_header(path)[0] in {magic for magic, _ in _LLM_C} for path, _ in bins):
         files, read = bins, _told_by_llm_c
     elif plain := [(path, m) for path, m in bins if m["name"] is m["number"] is None]:
+        if tokens.tokenizer is tokens.vocab_size is None and (directory / _TOKENIZER).is_file():
+            tokens = dataclasses.replace(tokens, tokenizer=str(directory))
         files, read, headless = plain, functools.partial(_told_by_nanogpt, tokens), True
     else:
         files, read = [(path, m) for path, m in files if path.suffix == ".npy"], _told_by_numpy
@@ -325,9 +332,12 @@ def _told_by_nanogpt(tokens: TokenDirectory, path: Path) -> _Told:
     other = next((n for n in _OF_OTHER_TOKENIZERS if (path.parent / n).exists()), None)
     if other is not None and tokens.tokenizer is tokens.vocab_size is None:
         raise ValueError(
-            f"{path.parent / other} says that the tokens beside it have a tokenizer of their own, "
-            f"and {path.name} is not GPT-2's without more; {NAME_THEM} (`maxmars` never opens a "
-            "pickle; nanoGPT's prints its vocab_size when it is prepared)."
+            f"{path.parent / other} says that {path.name} holds the ids of a tokenizer of its own, "
+            "as nanoGPT's of characters, and no pickle is ever opened. Prepare the text anew "
+            f"(`maxmars data prepare {path.parent / 'input.txt'} OUT --tokenizer byte`), or put "
+            f"the {_TOKENIZER} of these ids beside them (five lines make one of characters: "
+            "tools/examples/your_own_text.md), or train on the bare ids by --data.vocab-size N "
+            "--model.vocab-size N; --data.tokenizer names a tokenizer elsewhere."
         )
     size = _vocabulary(tokens, _GPT2).size
     dtype = np.dtype(tokens.dtype or ("uint16" if size <= 1 << 16 else "uint32"))

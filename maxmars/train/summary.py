@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from maxmars.config import GrainConfig, PythonSourcesConfig
+from maxmars.config import PythonSourcesConfig
 from maxmars.config.numbers import duration, short
 from maxmars.distributed import processes
 from maxmars.distributed.files import json_number, write_json
-from maxmars.distributed.workdir import SUMMARY
+from maxmars.distributed.workdir import SUMMARY, TOKENIZER
 from maxmars.eval.own_evaluation import in_one_line
 from maxmars.train.journal import ACTIVITIES, run_seconds, shares
 from maxmars.train.metrics import own_metric, read_metrics
@@ -51,7 +51,7 @@ def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
     data = run.config.data
     prompt = "def " if isinstance(data, PythonSourcesConfig) else "Once"
     command = ["generate", str(run.workdir), "--prompt", prompt]
-    if isinstance(data, GrainConfig) and data.tokenizer == "unknown":
+    if not (run.workdir / TOKENIZER).exists():  # the ids are of an unknown tokenizer
         command = ["report", str(run.workdir)]
     following = f"next: {shlex.join(['maxmars', *command])}"
     return "\n".join([end, *lines, "  time", *table, where, following])

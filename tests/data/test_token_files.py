@@ -10,7 +10,7 @@ from refusals import refused
 from token_directories import write_llm_c, write_nanogpt, write_shards, write_tfds
 
 from maxmars.config import TokenDirectory
-from maxmars.data.formats import open_split
+from maxmars.data.formats import open_split, vocab_size_of
 from maxmars.data.token_files import TokenStream, digest_of
 from maxmars.data.tokenizer import (
     ByteTokenizer,
@@ -160,7 +160,7 @@ def write_raw(directory, dtype, train, val=VAL):
     return str(directory)
 
 
-@pytest.mark.parametrize("name", ["meta.pkl", "tokenizer.json"])
+@pytest.mark.parametrize("name", ["meta.pkl", "tokenizer.model"])
 def test_a_tokenizer_beside_nanogpts_files_is_not_gpt2s_unless_it_is_named(tmp_path, name):
     path = write_raw(tmp_path / "tokens", "<u2", LETTERS, LETTERS)
     loaded = b"cos\nsystem\n(S'exit 1'\ntR."  # is never loaded
@@ -171,6 +171,9 @@ def test_a_tokenizer_beside_nanogpts_files_is_not_gpt2s_unless_it_is_named(tmp_p
     assert (stream.tokenizer, stream.vocab_size) == ("unknown", 65)
     assert np.array_equal(stream.read(0, 4000), LETTERS)
     assert open_split(TokenDirectory(path=path, tokenizer="gpt2"), "train").vocab_size == 50257
+    save(ByteTokenizer(), tmp_path / "tokens")
+    stream = open_split(path, "train")
+    assert (stream.tokenizer, stream.vocab_size, vocab_size_of(path)) == ("byte", 257, 257)
 
 
 @pytest.mark.parametrize(
