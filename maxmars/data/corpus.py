@@ -16,16 +16,20 @@ import io
 import itertools
 import os
 import platform
+import re
 import sysconfig
+from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import fsspec
 
 from maxmars.data.rows import (
     BLOCK_BYTES,
+    COMPRESSIONS,
     KINDS,
     LINES,
     TEXT,
@@ -43,6 +47,10 @@ _COMPRESSION = 3
 """Bytes of text in a byte of a compressed file, about."""
 _END_OF_TEXT = b"<|endoftext|>"
 _FILES_LOOKED_INTO = 8
+_MANY_NAMES = 10_000
+_ENDING = re.compile(
+    "({})({})?$".format(*("|".join(map(re.escape, names)) for names in (KINDS, COMPRESSIONS))), re.I
+)
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 _SMALL_BYTES = 100_000_000
 
@@ -319,7 +327,7 @@ def _matches_in_bucket(pattern: str) -> dict[str, tuple[int, str]]:
     with _reporting(pattern):
         store, path = fsspec.core.url_to_fs(pattern)
         if store.isdir(path):
-            raise _no_directory(pattern)
+            raise _no_directory(pattern, store.walk(path))
         objects = {path: store.info(path)} if store.isfile(path) else {}
         objects = objects or store.glob(path, detail=True)
     return {
@@ -333,7 +341,7 @@ def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
     """As `_matches`; links are followed, which the glob of fsspec leaves out."""
     path = os.path.abspath(pattern)
     if os.path.isdir(path):
-        raise _no_directory(glob.escape(pattern))
+        raise _no_directory(glob.escape(pattern), os.walk(path))
     names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
     if "**" in pattern:  # a link to a directory above leads to the same names again and again
         names.sort(key=len, reverse=True)
@@ -349,11 +357,26 @@ def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
     return {name: (of_file.st_size, str(of_file.st_mtime)) for name, of_file in status.items()}
 
 
-def _no_directory(pattern: str) -> IsADirectoryError:
-    files = f"{pattern.rstrip('/')}/**/*.jsonl"
-    return IsADirectoryError(
-        f"{pattern} is a directory; name its files ({', '.join(KINDS)}), such as '{files}'."
+def _no_directory(
+    pattern: str, walk: Iterable[tuple[Any, Any, Iterable[str]]]
+) -> IsADirectoryError:
+    """A refusal that names the pattern of those files in a directory of which it has most.
+
+    Args:
+      pattern: of the directory.
+      walk: directory, subdirectories and files of each directory there, as `os.walk` gives them.
+    """
+    names = itertools.islice(
+        itertools.chain.from_iterable(files for *_, files in walk), _MANY_NAMES
     )
+    endings = Counter(found[0] for name in names if (found := _ENDING.search(name)))
+    if not endings:
+        return IsADirectoryError(
+            f"{pattern} is a directory without files of text ({', '.join(KINDS)}); name files of "
+            "these kinds, or a pattern that matches them."
+        )
+    files = f"{pattern.rstrip('/')}/**/*{endings.most_common(1)[0][0]}"
+    return IsADirectoryError(f"{pattern} is a directory; name its files: '{files}'.")
 
 
 def _open(path: str) -> io.BufferedReader:
