@@ -32,11 +32,8 @@ def main() -> None:
     words = sys.argv[1:]
     end = words.index("--") if "--" in words else len(words)
     arguments = parse_options(PrepareArguments, words[:end], prog="prepare_on_beam.py")
-    if arguments.workers is not None or arguments.tasks or arguments.pack != "none":
-        sys.exit(
-            "error: Beam shares the work, so --workers and --tasks do not apply; --pack is "
-            "for `maxmars data prepare` on the complete OUT."
-        )
+    if arguments.workers is not None or arguments.tasks:
+        sys.exit("error: Beam shares the work, so --workers and --tasks do not apply.")
     preparation = preparation_of(arguments)
     preparation.begin()
     with beam.Pipeline(options=PipelineOptions(words[end + 1 :])) as pipeline:

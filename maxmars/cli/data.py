@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 import tyro
@@ -41,7 +41,7 @@ _SAMPLE_CHARACTERS = 300
 _BLOCK_TOKENS = 1 << 22
 _TOKENS_OF_SMALL = 124_000_000  # one for each parameter of GPT-2 small
 _RECORDED_ALWAYS = {"tokenizer", "validation_fraction"}
-_NOT_RECORDED = {"source", "out", "workers", "tasks", "pack", "pack_length"}
+_NOT_RECORDED = {"source", "out", "workers", "tasks"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,6 @@ class PrepareArguments(CheckedConfig):
         "validation-fraction",
         "workers",
         "tasks",
-        "pack",
-        "pack-length",
     )
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
@@ -117,11 +115,6 @@ class PrepareArguments(CheckedConfig):
     """Bytes of text of a task, about; None takes 8 to 256 MB, by the size of the text."""
     shard_tokens: Positive[int] = 100_000_000
     """Tokens a file at most."""
-    pack: Literal["none", "best_fit"] = "none"
-    """`best_fit` plans which documents share a window, for --data.packing best_fit. Where OUT is
-    complete, only that is done."""
-    pack_length: Positive[int] = 1024
-    """Length of these windows: the --model.max-seq-len of the training."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,15 +163,13 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
 
 
 def _prepare(arguments: PrepareArguments) -> int:
-    from maxmars.data.packing import write_plans
-
     share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
     preparation = preparation_of(arguments)
-    out, pack = preparation.out, arguments.pack
+    out = preparation.out
     workers = arguments.workers
     if workers is None:
         workers = len(os.sched_getaffinity(0))
-    was_complete = (share is not None or pack != "none") and preparation.is_finished()
+    was_complete = share is not None and preparation.is_finished()
     if not was_complete:
         if hint := preparation.corpus.hint():
             print(f"note: {hint}", file=sys.stderr)
@@ -200,17 +191,7 @@ def _prepare(arguments: PrepareArguments) -> int:
     if metadata.skipped is not None:
         print(f"left out {metadata.skipped}")
     tokens = {name: split.num_tokens for name, split in metadata.splits.items()}
-    following = _training(arguments.out, tokens, metadata.tokenizer)
-    if pack == "best_fit":
-        for split, plan in write_plans(out, arguments.pack_length).items():
-            print(
-                f"planned {len(plan):,} windows of {arguments.pack_length:,} tokens ({split}), "
-                f"{plan.fill:.2%} of them filled"
-            )
-        following = (
-            f"{following} --data.packing best_fit --model.max-seq-len {arguments.pack_length}"
-        )
-    print(following)
+    print(_training(arguments.out, tokens, metadata.tokenizer))
     return 0
 
 

@@ -10,7 +10,7 @@ from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, r
 from maxmars.config.user_code import Source, with_tuples
 
 Order = Literal["shuffled", "sequential", "random_windows"]
-Packing = Literal["none", "split", "best_fit"]
+Packing = Literal["none", "split"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,6 @@ class DataOptions(CheckedConfig):
     verify: bool = True
     """Compare the files with their checksums: on a disk while training starts, each file once a
     working directory; in a bucket by the checksums that the bucket keeps, before the first step."""
-    map: Source | str | None = None
-    """A function of your own that changes every window, `FILE.py:NAME`, relative to the config
-    file, or to where it is typed: from a dict of arrays of `max_seq_len` + 1 numbers (`tokens`, and
-    what packing adds) to such a dict, which may have `mask`, `segment_ids` and `positions` more.
-    The same window must give the same result."""
-
-    def __post_init__(self) -> None:
-        if self.map is not None:
-            source = Source.of(self.map, field="data.map", example="my_data.py:mask")
-            object.__setattr__(self, "map", source)
-        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +33,7 @@ class TokenOptions(DataOptions):
     packing: Packing = "none"
     """How documents share a window. `none`: the window is a piece of the stream of all documents,
     and attention crosses their borders, as in nanoGPT; `split`: the same windows, but attention
-    stays within each document, in which positions count from 0; `best_fit`: so, too, and each
-    window is made of whole documents, as `maxmars data prepare --pack best_fit --pack-length
-    MAX_SEQ_LEN` planned; only documents longer than a window are cut."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.packing != "best_fit" or self.order != "random_windows",
-            "data.order=random_windows has no meaning with data.packing=best_fit, whose windows "
-            "are planned; choose shuffled or sequential.",
-        )
+    stays within each document, in which positions count from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +73,6 @@ class TokenShardsConfig(TokenDirectory, TokenOptions):
 class PythonSourcesConfig(TokenOptions):
     """The running interpreter's standard library as text, one token a byte. Needs no download:
     it is prepared once into the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.packing != "best_fit",
-            "data.packing=best_fit needs a plan; `maxmars data prepare python DIR --pack best_fit "
-            "--pack-length MAX_SEQ_LEN` makes one, and quickstart:data=DIR reads it.",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,12 +44,6 @@ class GPT2Config(CheckedConfig):
     """Type of the residual stream, which each branch adds to. None is `compute_dtype`; float32 (at
     least) is what PyTorch's autocast leaves it in. It makes what `remat` keeps of each layer
     larger, `full` twice as large; gradients in bfloat16 were measured to be no more exact."""
-    document_end_id: int | None = None
-    """Id of the token that ends a document (gpt2: 50256, byte: 256), to keep attention within
-    documents. A document then reaches from one such token up to the next, and its tokens attend to
-    no token before it. Positions still count from the start of the window, and every token is
-    predicted. None attends over the whole window, as GPT-2 does. See also `data.packing`, which
-    counts positions in each document."""
     attention: Literal["auto", "plain", "blocked", "flat", "splash", "cudnn"] = "auto"
     """Implementation of attention. `flat` and `splash` are kernels for TPUs and `cudnn` one for
     NVIDIA GPUs; none stores length x length numbers a head. `flat` takes heads of 64 or 128 as the
@@ -75,11 +69,6 @@ class GPT2Config(CheckedConfig):
             self.embed_dim % self.num_heads == 0,
             f"model.embed_dim={self.embed_dim} must be a multiple of "
             f"model.num_heads={self.num_heads}.",
-        )
-        require(
-            self.document_end_id is None or 0 <= self.document_end_id < self.vocab_size,
-            f"model.document_end_id={self.document_end_id} must lie in [0, model.vocab_size="
-            f"{self.vocab_size}).",
         )
 
     @property
@@ -133,7 +122,7 @@ class ModuleConfig(CheckedConfig):
     policies, that of the least memory, on TPUs."""
 
     # What these fields of GPT2Config say, a module decides by options of its own.
-    param_dtype = compute_dtype = document_end_id = None
+    param_dtype = compute_dtype = None
 
     def __post_init__(self) -> None:
         make = Source.of(self.make, field="model.make", example="my_model.py:make")

@@ -295,6 +295,8 @@ _REMOVED = {
     "hellaswag_too_long": "export it with the code that wrote it, and go on by --init-from",
     "orthogonality_every": "nothing measures it now; start anew, by --init-from from its weights",
     "tpu_compiler_options": "set LIBTPU_INIT_ARGS='--NAME=VALUE ...' in the environment",
+    "document_end_id": "train a new run with data.packing=split, from its weights by --init-from",
+    "map": "train a new run on GrainConfig(source=...) that maps maxmars.data.dataset(...)",
 }
 """Fields of older records, and the way out for a record that uses one."""
 
@@ -334,6 +336,11 @@ def from_dict(value: Any) -> Any:
                 f"{_REMOVED[field_name]}."
             )
     unknown -= _REMOVED.keys()
+    if fields.get("packing") == "best_fit":
+        raise ValueError(
+            f"{name} sets packing=best_fit, which this maxmars does not have; train a new run with "
+            "data.packing=split, or with GrainConfig(source='tools/examples/best_fit.py:windows')."
+        )
     if unknown:
         raise ValueError(
             f"{name} has no field {', '.join(sorted(unknown))}; the config was written by "

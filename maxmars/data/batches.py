@@ -8,7 +8,6 @@ processes, microbatching and prefetch, and a resume anywhere continues them exac
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 import hashlib
 import itertools
@@ -37,8 +36,7 @@ from maxmars.config import (
 from maxmars.config.data import TokenOptions
 from maxmars.config.user_code import Source
 from maxmars.data.formats import examine, open_examined
-from maxmars.data.own_data import OwnWindows, WindowMap
-from maxmars.data.packing import PlannedWindows, SegmentedWindows, read_plan
+from maxmars.data.own_data import OwnWindows
 from maxmars.data.prepare import prepare_python_sources
 from maxmars.data.sampling import (
     Change,
@@ -47,9 +45,9 @@ from maxmars.data.sampling import (
     training_numbers,
     validation_numbers,
 )
-from maxmars.data.token_files import Origin, TokenFile, TokenShards, TokenStream, digest_of
+from maxmars.data.token_files import Origin, TokenFile, TokenStream, digest_of
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, tokenizer_of_tokens
-from maxmars.data.windows import TYPES, Batch, TokenWindows, Types, Windows
+from maxmars.data.windows import TYPES, Batch, SegmentedWindows, TokenWindows, Types, Windows
 from maxmars.data.workers import end_with_parent
 from maxmars.distributed import processes
 from maxmars.distributed.files import is_remote, read_text
@@ -57,7 +55,6 @@ from maxmars.distributed.sharding import batch_shards, local_rows, to_device
 
 _LOGGER = logging.getLogger(__name__)
 _BUCKET_READS = 4  # batches at a time: an answer may take longer than a step
-_WINDOWS = {"none": TokenWindows, "split": SegmentedWindows, "best_fit": PlannedWindows}
 UNKNOWN_TOKENIZER = GrainSource.tokenizer
 _END_OF_TEXT = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}
 
@@ -80,8 +77,6 @@ class SplitTokens:
     """Share of each part's windows in the examples."""
     changes: tuple[Change, ...] = ()
     """Changes of the weights; see `SharesByWeight`."""
-    map: WindowMap | None = None
-    """What changes the windows of all parts."""
     order: Order = "shuffled"
     """Of the windows of a part, in training."""
     num_workers: int = 0
@@ -90,10 +85,6 @@ class SplitTokens:
     @functools.cached_property
     def types(self) -> Types:
         """Names and types of the arrays of a batch."""
-        return self._read_types if self.map is None else self.map.types
-
-    @functools.cached_property
-    def _read_types(self) -> Types:
         return _union([part.types for part in self.parts])
 
     @functools.cached_property
@@ -144,12 +135,10 @@ class SplitTokens:
         Raises:
           See `Windows.read`.
         """
-        batch = self.parts[0].read(numbers) if len(self.parts) == 1 else self._read_parts(numbers)
-        return batch if self.map is None else self.map(numbers, batch)
-
-    def _read_parts(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
+        if len(self.parts) == 1:
+            return self.parts[0].read(numbers)
         shape = (len(numbers), self.length + 1)
-        batch = {name: np.zeros(shape, dtype) for name, dtype in self._read_types.items()}
+        batch = {name: np.zeros(shape, dtype) for name, dtype in self.types.items()}
         if "mask" in batch:
             batch["mask"][:] = 1
         if "positions" in batch:
@@ -173,7 +162,7 @@ class SplitTokens:
         digest, *others = (part.digest() for part in self.parts)
         if others:
             digest = hashlib.sha256("".join([digest, *others]).encode()).hexdigest()
-        return digest if self.map is None else self.map.digest(digest)
+        return digest
 
     def describe(self) -> dict[str, Any]:
         """Of each of `parts`, JSON-ready: its `name` (of the directory, or of the user's function),
@@ -201,25 +190,20 @@ def batch_types(config: DataConfig, model: ModelConfig) -> Types:
     """Names and types of the arrays of a batch of training, for a plan: no tokens are opened.
 
     Data of the user's own are, since only their first element says what they have. Where they are
-    not on this machine, they count as tokens alone, and a warning says so. A `data.map` is given a
-    window of zeros.
+    not on this machine, they count as tokens alone, and a warning says so.
 
     Raises:
-      ValueError: own data or what the map returns are not as they should be.
+      ValueError: own data are not as they should be.
     """
-    packing = config.packing if isinstance(config, TokenOptions) else "none"
-    of_parts = [_WINDOWS[packing].types]
+    is_split = isinstance(config, TokenOptions) and config.packing == "split"
+    of_parts = [(SegmentedWindows if is_split else TokenWindows).types]
     for part in _parts(config):
         if isinstance(part, GrainSource):
             try:
                 of_parts.append(_own_windows(part, "train", model).types)
             except OSError as error:
                 _LOGGER.warning("data.source=%r: planned as tokens alone (%s)", part.source, error)
-    types = _union(of_parts)
-    if config.map is None:
-        return types
-    zeros = {name: np.zeros((1, model.max_seq_len + 1), dtype) for name, dtype in types.items()}
-    return WindowMap(Source.of(config.map), zeros, vocab_size=model.vocab_size).types
+    return _union(of_parts)
 
 
 def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTokens:
@@ -228,8 +212,7 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTok
     Process 0 reads `meta.json` and looks at the files for all: see `formats.examine`.
 
     Raises:
-      FileNotFoundError: there is no such directory, nothing in it that can be read, or no plan of
-        packing for this model.
+      FileNotFoundError: there is no such directory, or nothing in it that can be read.
       ValueError: files are damaged, a directory lacks the split or has too few tokens for a window,
         the parts of a mixture have different tokenizers, or these do not fit the model.
       OSError, ImportError: a bucket cannot be read; see `files.require_access`.
@@ -250,18 +233,13 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTok
             windows = _token_windows(part, config, split, model)
         opened.append(windows)
     _check_tokenizers([w.origin for w in opened if w.origin.tokenizer != UNKNOWN_TOKENIZER])
-    tokens = SplitTokens(
+    return SplitTokens(
         parts=tuple(opened),
         weights=weights,
         changes=changes,
         order=config.order,
         num_workers=max((p.num_workers for p in parts if isinstance(p, GrainSource)), default=0),
     )
-    if config.map is None:
-        return tokens
-    first = tokens.read(np.array([0]))
-    changed = WindowMap(Source.of(config.map), first, vocab_size=model.vocab_size)
-    return dataclasses.replace(tokens, map=changed)
 
 
 def _parts(config: DataConfig) -> tuple[TokenDirectory | PythonSourcesConfig | GrainSource, ...]:
@@ -285,7 +263,7 @@ def _token_windows(
     split: str,
     model: ModelConfig,
 ) -> TokenWindows:
-    """The windows of a directory, with the segments and mask that `packing` asks for."""
+    """The windows of a directory, with the segments that `packing` asks for."""
     if isinstance(part, PythonSourcesConfig):
         part = TokenDirectory(path=str(prepare_python_sources()))
     checksums = options.verify and split == "train"  # of all splits: once is enough
@@ -294,18 +272,14 @@ def _token_windows(
     stream = open_examined(part, split, meta)
     _check_same_directory(stream, meta)
     _check_vocabulary(stream, model)
-    length, packing = model.max_seq_len, options.packing
+    length = model.max_seq_len
     at_every_token = options.order == "random_windows" and split == "train"
-    if packing == "none":
+    if options.packing == "none":
         return TokenWindows(stream, length, at_every_token=at_every_token)
     end = _END_OF_TEXT.get(stream.tokenizer)
     if end is None:
         end = tokenizer_of_tokens(stream).eot
-    if packing == "split":
-        return SegmentedWindows(stream, length, end, at_every_token=at_every_token)
-    plan = read_plan(stream, length)
-    assert isinstance(stream, TokenShards)  # which alone have plans
-    return PlannedWindows(stream, end, plan)
+    return SegmentedWindows(stream, length, end, at_every_token=at_every_token)
 
 
 def _check_all_have(digest: str, what: str) -> None:
@@ -348,12 +322,6 @@ def _check_vocabulary(stream: TokenStream, model: ModelConfig) -> None:
             f"the tokens in {stream.directory} have a vocabulary of {stream.vocab_size} "
             f"({stream.tokenizer}), more than model.vocab_size={model.vocab_size}; set "
             f"model.vocab_size={stream.vocab_size} or prepare the text with another tokenizer."
-        )
-    end = _END_OF_TEXT.get(stream.tokenizer)
-    if model.document_end_id is not None and end not in (None, model.document_end_id):
-        raise ValueError(
-            f"documents in {stream.directory} ({stream.tokenizer}) end with the token {end}, not "
-            f"with model.document_end_id={model.document_end_id}; set it to {end} or to None."
         )
 
 

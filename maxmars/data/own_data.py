@@ -1,6 +1,6 @@
-"""Windows from functions of the user's own: one that returns a Grain dataset, and `data.map`.
+"""Windows from a function of the user's own that returns a Grain dataset.
 
-See `GrainSource` and `DataOptions.map`, and the README of this room for examples.
+See `GrainSource`, and the README of this room for examples.
 """
 
 from __future__ import annotations
@@ -226,50 +226,3 @@ class OwnWindows:
                 "leave them out before, when you make the list of elements"
             ) from None
         return dataset
-
-
-class WindowMap:
-    """A function of the user's own that changes every window: `data.map`.
-
-    It is given one window, not a batch: which rows share a batch is up to the mesh and the number
-    of processes, and the stream is not.
-
-    Args:
-      function: from a dict of arrays [length + 1] to another.
-      first: arrays [1, length + 1] of a window, on which it is tried, twice.
-      vocab_size: of the model; it bounds the tokens.
-
-    Attributes:
-      types: names and types of the arrays that it makes.
-
-    Raises:
-      FileNotFoundError, ValueError: there is no such function, or it returns something else than it
-        should. Any other exception was raised by the function.
-    """
-
-    def __init__(self, function: Source, first: Batch, *, vocab_size: int) -> None:
-        self._function = function
-        length = first["tokens"].shape[1] - 1
-        self._check = ExampleCheck(f"data.map={function!r}", length, vocab_size)
-        once, again = (self(np.array([0]), first) for _ in range(2))
-        self.types = self._check.types
-        if lost := first.keys() - once.keys():
-            raise self._check.wrong(
-                f"it leaves out {', '.join(sorted(lost))}; return all arrays that it is given"
-            )
-        self._check.check_same(once, again, "from the tokens")
-
-    def __call__(self, numbers: Int64[np.ndarray, " windows"], batch: Batch) -> Batch:
-        """What it makes of the windows with these numbers, whose arrays are [windows, length + 1].
-
-        Raises:
-          ValueError: of one of them it makes something else than it should.
-        """
-        changed = load_function(self._function, field="data.map")
-        rows = ({name: np.copy(batch[name][i]) for name in batch} for i in range(len(numbers)))
-        return self._check.read(numbers.tolist(), map(changed, rows))
-
-    def digest(self, below: str) -> str:
-        """SHA-256, in hex, over the digest of the data that it changes, and the function's text."""
-        told = f"{below} {self._function.function} "
-        return hashlib.sha256(told.encode() + self._function.text()).hexdigest()

@@ -7,8 +7,9 @@
     targets           o g s . T h e   c                 window[1:], so the last token is also the
                                                         first of window i + 1
 
-`TokenWindows` are those of any `TokenStream`; `packing` adds where documents begin, and `own_data`
-has those of a user's function. An order of training (`sampling`) is one of numbers alone.
+`TokenWindows` are those of any `TokenStream`, `SegmentedWindows` (`data.packing=split`) keep
+attention within the documents that share a window, and `own_data` has the windows of a user's
+function. An order of training (`sampling`) is one of numbers alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int64
+from jaxtyping import Bool, Int32, Int64
 
 from maxmars.data.token_files import Origin, TokenFile, TokenStream, digest_of
 
@@ -36,6 +37,7 @@ TYPES: Types = {
 """The arrays that a batch may have. A `mask` of own data that are weights is float32."""
 
 _TOKENS_ALONE: Types = {"tokens": TYPES["tokens"]}
+_SEGMENTED: Types = {name: TYPES[name] for name in ("tokens", "segment_ids", "positions")}
 
 
 @runtime_checkable
@@ -142,3 +144,40 @@ class TokenWindows:
             "num_documents": None if split is None else split.num_documents,
             "source": None if metadata is None else metadata.source,
         }
+
+
+class SegmentedWindows(TokenWindows):
+    """The windows of a stream, in which a segment begins at each token that ends a document.
+
+    A generated text begins with that token as well, so it is the first of the next segment: it is
+    predicted from the document that it ends, and the first token of a document from it alone.
+
+    Args:
+      stream, length, at_every_token: see `TokenWindows`.
+      end_of_text: the token that ends a document.
+    """
+
+    types: Types = _SEGMENTED
+
+    def __init__(
+        self, stream: TokenStream, length: int, end_of_text: int, *, at_every_token: bool = False
+    ) -> None:
+        super().__init__(stream, length, at_every_token=at_every_token)
+        self._end_of_text = end_of_text
+
+    def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
+        batch = super().read(numbers)
+        return batch | segments_and_positions(batch["tokens"] == self._end_of_text)
+
+
+def segments_and_positions(
+    begins: Bool[np.ndarray, "*rows window"],
+) -> dict[str, Int32[np.ndarray, "*rows window"]]:
+    """`segment_ids`, counted from 0 in each row, and `positions`, counted from 0 in each segment.
+
+    Args:
+      begins: whether a token is the first of a segment; the first of a row always is.
+    """
+    index = np.arange(begins.shape[-1], dtype=np.int32)
+    first = np.maximum.accumulate(np.where(begins, index, 0), axis=-1)
+    return {"segment_ids": np.cumsum(begins, axis=-1, dtype=np.int32), "positions": index - first}

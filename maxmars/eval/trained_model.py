@@ -417,12 +417,6 @@ def export_model(
         )
         if tokenizer is not None:
             tokenizers.save(tokenizer, directory, max_seq_len=config.max_seq_len)
-        if config.document_end_id is not None:
-            notes.append(
-                "The model keeps attention within documents (document_end_id="
-                f"{config.document_end_id}), Hugging Face's does not: logits agree as long as a "
-                "text does not hold that token after its beginning."
-            )
         num_parameters = sum(map(math.prod, model.shapes.values()))
         if config.make is None:  # biases of zeros are none
             num_parameters = Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count

@@ -342,7 +342,7 @@ class GPT2(nnx.Module):
         Args:
           tokens: token ids.
           segment_ids: a token attends only to earlier tokens of its own segment; None is one
-            segment a row. `document_end_id` divides the segments further; see `document_segments`.
+            segment a row.
           positions: position of each token in its text, below `max_seq_len`; None counts from 0 in
             each row.
           continuation_ids: for rows that hold a context and several continuations of it; see
@@ -355,7 +355,6 @@ class GPT2(nnx.Module):
         """
         config = self.config
         x = self.embed(tokens, positions, tables)
-        segment_ids = document_segments(tokens, config.document_end_id, segment_ids)
 
         def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
             return attention(config, q, k, v, scale, segment_ids, continuation_ids)
@@ -379,7 +378,6 @@ class GPT2(nnx.Module):
     ) -> tuple[Float[Array, "B D"], KVCache]:
         """Run prompts; see `LanguageModel.prefill`."""
         config = self.config
-        segment_ids = document_segments(tokens, config.document_end_id)
         prompt_end = lengths.max()
         # What other slots hold is never seen.
         taken = jnp.arange(num_slots) - (prompt_end - lengths)[:, None]
@@ -391,33 +389,22 @@ class GPT2(nnx.Module):
 
             def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
                 cached.extend(by_heads(at_slots(y, taken)) for y in (k, v))
-                return causal_attention(q, k, v, scale, segment_ids)
+                return causal_attention(q, k, v, scale)
 
             return layer[0](x, layer[1], attend), cached
 
         x = self.embed(tokens)
         x, (keys, values) = jax.lax.scan(block, x, (self.h, jnp.arange(config.num_layers)))
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        unsegmented = jnp.zeros((len(tokens), num_slots), jnp.int32)
-        cache = KVCache(
-            keys=keys,
-            values=values,
-            segments=unsegmented if segment_ids is None else at_slots(segment_ids, taken),
-            slot=prompt_end,
-        )
-        return self.ln_f(last)[:, 0], cache
+        return self.ln_f(last)[:, 0], KVCache(keys=keys, values=values, slot=prompt_end)
 
     def decode(
         self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
     ) -> tuple[Float[Array, "B D"], KVCache]:
         """Run one more token of each row; see `LanguageModel.decode`."""
         config, slot = self.config, cache.slot
-        segment_ids = jax.lax.dynamic_index_in_dim(cache.segments, slot - 1, axis=1, keepdims=False)
-        if config.document_end_id is not None:
-            segment_ids += tokens == config.document_end_id
-        slots = jnp.arange(cache.segments.shape[1])
-        visible = (cache.segments == segment_ids[:, None]) & (slots < slot)
-        visible &= slots >= (slot - positions)[:, None]
+        slots = jnp.arange(cache.keys.shape[3])
+        visible = (slots < slot) & (slots >= (slot - positions)[:, None])
 
         def block(
             x: Float[Array, "B 1 D"], layer: tuple[Any, ...]
@@ -444,7 +431,6 @@ class GPT2(nnx.Module):
             cache,
             keys=write(cache.keys, keys, slot, axis=3),
             values=write(cache.values, values, slot, axis=3),
-            segments=write(cache.segments, segment_ids[:, None], slot, axis=1),
             slot=slot + 1,
         )
         return self.ln_f(x)[:, 0], cache
@@ -490,28 +476,6 @@ class GPT2(nnx.Module):
                 "float32 or bfloat16."
             )
         return self.config.compute_dtype
-
-
-def document_segments(
-    tokens: Int[Array, "B T"],
-    document_end_id: int | None,
-    segment_ids: Int[Array, "B T"] | None = None,
-) -> Int[Array, "B T"] | None:
-    """Segment ids that keep attention within documents, counted from 0 in each row.
-
-    The token that ends a document is the first of the next segment, as a generated text begins with
-    it. So it is predicted from the document that it ends, and the first token of the next document
-    is predicted from it alone.
-
-    With given `segment_ids`, a segment begins at each such token and wherever the given id changes.
-    Where `document_end_id` is None, the result is `segment_ids`.
-    """
-    if document_end_id is None:
-        return segment_ids
-    begins = tokens == document_end_id
-    if segment_ids is not None:
-        begins |= jnp.diff(segment_ids, axis=-1, prepend=segment_ids[:, :1]) != 0
-    return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
 
 
 def _add_positions(x: jax.Array, table: jax.Array) -> jax.Array:

@@ -61,7 +61,7 @@ _FIELDS = {
 _DEFAULTS = {"layer_norm_epsilon": 1e-5, "scale_attn_by_inverse_layer_idx": False}
 _OURS = "maxmars"
 """Key in config.json of the fields of GPT2Config that Hugging Face's GPT-2 does not have."""
-_OUR_FIELDS = ("use_bias", "vocab_pad_multiple", "document_end_id")
+_OUR_FIELDS = ("use_bias", "vocab_pad_multiple")
 _GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
 # Any other value of these fields is a model with other logits.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -89,9 +89,8 @@ def is_hf_directory(path: str | Path) -> bool:
 def read_config(directory: str | Path) -> GPT2Config:
     """The model that the `config.json` of a Hugging Face directory describes.
 
-    Its matrix products are in float32, as Hugging Face computes by default. `use_bias`,
-    `vocab_pad_multiple` and `document_end_id` come from the part `maxmars` of a model that
-    `maxmars export` wrote.
+    Its matrix products are in float32, as Hugging Face computes by default. `use_bias`
+    and `vocab_pad_multiple` come from the part `maxmars` of a model that `maxmars export` wrote.
 
     Raises:
       FileNotFoundError: the directory has no config.json.
@@ -122,6 +121,8 @@ def _config_of(fields: dict[str, Any]) -> GPT2Config:
             f"as wide as n_embd ({fields['n_embd']}) only."
         )
     ours = read_as(dict[str, Any], fields.get(_OURS, {}))
+    if ours.get("document_end_id", "") is None:  # which earlier exports had
+        del ours["document_end_id"]
     if not ours.keys() <= set(_OUR_FIELDS):
         raise ValueError(f"{_OURS} holds {', '.join(ours)}, not {', '.join(_OUR_FIELDS)} alone.")
     values = {name: fields[theirs] for name, theirs in _FIELDS.items()}

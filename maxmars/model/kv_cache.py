@@ -25,8 +25,6 @@ class KVCache:
 
     keys: Float[Array, "L B H S K"]
     values: Float[Array, "L B H S K"]
-    segments: Int[Array, "B S"]
-    """Segment of each token, see `document_segments`; 0 where documents are not told apart."""
     slot: Int[Array, ""]
     """The next token's slot, the same for all rows."""
 

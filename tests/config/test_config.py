@@ -61,6 +61,7 @@ def test_a_removed_field_is_read_in_its_neutral_value_and_refused_in_others():
     record = to_dict(tiny_config())
     record["eval"]["hellaswag_too_long"] = "cut"
     record["optimizer"]["orthogonality_every"] = None
+    record["model"]["document_end_id"] = record["data"]["map"] = None
     for value in ("auto", None):
         assert from_dict(record | {"tpu_compiler_options": value}) == tiny_config()
     with refused(ValueError, "tpu_compiler_options", "LIBTPU_INIT_ARGS"):
@@ -99,7 +100,6 @@ REFUSED = [
     # values out of range
     (lambda: GPT2Config(num_layers=0), "num_layers=0"),
     (lambda: GPT2Config(num_heads=5), "embed_dim=768", "num_heads=5"),
-    (lambda: GPT2Config(document_end_id=50257), "document_end_id=50257"),
     (lambda: MixtureConfig(parts=()), "part"),
     (lambda: mixture(0.0), "(0.0,)"),
     (lambda: mixture(1.0, 0.0), "'b'", "weight"),
@@ -149,6 +149,9 @@ REFUSED = [
         "MarsConfig sets orthogonality_every",
         "--init-from",
     ),
+    (lambda: from_dict({"type": "GPT2Config", "document_end_id": 256}), "document_end_id"),
+    (lambda: from_dict({"type": "GrainConfig", "source": "a.py:f", "map": "a.py:g"}), "map"),
+    (lambda: from_dict({"type": "PythonSourcesConfig", "packing": "best_fit"}), "best_fit"),
 ]
 
 

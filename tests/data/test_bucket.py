@@ -13,10 +13,7 @@ import fake_gcs
 import numpy as np
 import pytest
 
-from maxmars.config import GPT2Config, TokenShardsConfig
-from maxmars.data.batches import open_data
 from maxmars.data.formats import open_split
-from maxmars.data.packing import write_plans
 from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import ByteTokenizer
 
@@ -29,12 +26,11 @@ LENGTH, WINDOWS = 17, 60
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    """Tokens in several shards, and the plan of packed windows of 16 tokens."""
+    """Tokens in several shards."""
     path = tmp_path_factory.mktemp("bucket") / "tokens"
     documents = [(str(i), chr(97 + i % 26) * (i % 30)) for i in range(4000)]
     options = {"tokenizer": ByteTokenizer(), "source": "a test", "shard_tokens": 20_000}
     prepare(documents, path, **options)
-    write_plans(path, 16)
     return path
 
 
@@ -128,31 +124,3 @@ def test_ranges_are_read_and_objects_are_compared_with_what_was_prepared(directo
         assert "\n" not in error
     assert "its crc32c is" in flipped
     assert "its size is" in cut
-
-
-# Prints a digest of windows that best fit planned.
-PACKED = """
-import hashlib, json
-import numpy as np
-from maxmars.config import GPT2Config, TokenShardsConfig
-from maxmars.data.batches import open_data
-
-model = GPT2Config(num_layers=1, num_heads=1, embed_dim=8, max_seq_len=16, vocab_size=257)
-data = TokenShardsConfig(path="gs://bucket/tokens", packing="best_fit")
-batch = open_data(data, "train", model=model).read(np.arange(40, 60))
-print(json.dumps(hashlib.sha256(b"".join(a.tobytes() for a in batch.values())).hexdigest()))
-"""
-
-
-@pytest.mark.slow
-def test_windows_of_a_plan_are_read_by_ranges(directory):
-    model = GPT2Config(num_layers=1, num_heads=1, embed_dim=8, max_seq_len=16, vocab_size=257)
-    data = TokenShardsConfig(path=str(directory), packing="best_fit")
-    batch = open_data(data, "train", model=model).read(np.arange(40, 60))
-    expected = hashlib.sha256(b"".join(array.tobytes() for array in batch.values())).hexdigest()
-    with fake_gcs.serve() as server:
-        server.put_directory(directory, "tokens")
-        printed, _ = in_process(server, PACKED)
-        assert printed == [expected]
-        read = sum(size for name, size in server.reads if name == "tokens/train_best_fit_16.bin")
-        assert 0 < read < len(server.objects["tokens/train_best_fit_16.bin"][1]) / 50

@@ -25,15 +25,11 @@ from maxmars.config import (
     MeshConfig,
     MixtureConfig,
     MixturePart,
-    TokenShardsConfig,
     from_dict,
     to_dict,
 )
 from maxmars.config.errors import in_words
 from maxmars.data.batches import TrainBatches, batch_types, open_data
-from maxmars.data.packing import write_plans
-from maxmars.data.prepare import prepare
-from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval import load
 from maxmars.eval.validation import make_eval_step, validation_loss
@@ -347,26 +343,18 @@ from maxmars.config import EvalConfig, GrainConfig, MeshConfig
 from tiny import ADAMW, tiny_config
 
 def get_config():
-    data = GrainConfig(
-        source="own_data.py:additions", options={"count": 50}, map="own_map.py:without_answers"
-    )
+    data = GrainConfig(source="own_data.py:additions", options={"count": 50})
     return tiny_config(
         data=data, optimizer=ADAMW, mesh=MeshConfig(), eval=EvalConfig(every=2, num_windows=8)
     )
-"""
-MAP = """
-def without_answers(window):
-    return {**window, "mask": ~window["mask"]}
 """
 
 
 @pytest.mark.seconds
 def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path, capsys):
-    """And another map of it."""
-    config, texts = tmp_path / "config.py", {"own_data.py": EXAMPLES.read_text(), "own_map.py": MAP}
+    config, text = tmp_path / "config.py", EXAMPLES.read_text()
     config.write_text(CONFIG)
-    for name, text in texts.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "own_data.py").write_text(text)
 
     def train(workdir, *options):
         words = ["train", str(config), "--workdir", str(workdir), "--num-processes", "1"]
@@ -384,17 +372,12 @@ def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path, 
     main(["audit", str(parts), "--replay", "2", "--output", str(tmp_path / "audit.json")])
     audit = json.loads((tmp_path / "audit.json").read_text())
     assert audit["replayed"].endswith("the same digest")
-    for name, old, new, named in (
-        ("own_data.py", "0, 100, 2", "0, 99, 2", "other data"),
-        ("own_map.py", "~", "", "data.map"),
-    ):
-        assert (parts / "sources" / name).read_text() == texts[name]
-        (tmp_path / name).write_text(texts[name].replace(old, new))
-        capsys.readouterr()
-        with pytest.raises(SystemExit):
-            train(parts, "--num-steps", "8")
-        assert named in capsys.readouterr().err
-        (tmp_path / name).write_text(texts[name])
+    assert (parts / "sources" / "own_data.py").read_text() == text
+    (tmp_path / "own_data.py").write_text(text.replace("0, 100, 2", "0, 99, 2"))
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train(parts, "--num-steps", "8")
+    assert "other data" in capsys.readouterr().err
     assert read(parts / "checkpoints").step == 6
 
 
@@ -413,107 +396,3 @@ def test_options_are_changed_on_the_command_line_and_survive_json(tmp_path, coun
     assert from_dict(json.loads(json.dumps(to_dict(parsed)))) == parsed
     listed = GrainConfig(source="a.py:f", options={"paths": ["a", "b"], "deep": {"x": [1]}})
     assert from_dict(json.loads(json.dumps(to_dict(listed)))) == listed
-
-
-# --- maps of every window ------------------------------------------------------------------------
-
-
-EVEN = """
-def even(window):
-    return {**window, "mask": window["tokens"] % 2 == 0}
-"""
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    """A directory of tokens, among them those that end documents."""
-    stream = np.random.default_rng(0).integers(0, 257, 3000)
-    write_shards(tmp_path / "tokens", stream, stream[:400], vocab_size=257)
-    return str(tmp_path / "tokens")
-
-
-@pytest.fixture
-def even(tmp_path):
-    """A map that counts even tokens as targets."""
-    (tmp_path / "mask.py").write_text(EVEN)
-    return f"{tmp_path / 'mask.py'}:even"
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"order": "sequential"},
-        {"packing": "split"},
-        {"packing": "split", "order": "random_windows"},
-    ],
-)
-def test_every_window_is_changed_and_the_stream_stays(tokens, even, fields):
-    data = TokenShardsConfig(path=tokens, **fields)
-    mapped = dataclasses.replace(data, map=even)
-    plain, changed = batches_of(data), batches_of(mapped, mesh=(2, 2, 2))
-    np.testing.assert_equal(changed, {**plain, "mask": plain["tokens"] % 2 == 0})
-    later = batches_of(mapped, steps=1, position=32)
-    np.testing.assert_equal(later, {name: array[32:] for name, array in changed.items()})
-    val = open_data(mapped, "val", model=MODEL)
-    batch = val.read(np.arange(*val.sizes))
-    assert np.array_equal(batch["mask"], batch["tokens"] % 2 == 0)
-    # A plan knows the arrays, whether or not the tokens are there.
-    absent = dataclasses.replace(mapped, path=f"{tokens}/none")
-    assert batch_types(mapped, MODEL) == batch_types(absent, MODEL) == val.types
-
-
-@pytest.mark.seconds
-def test_the_windows_of_a_whole_mixture_are_changed(tokens, even, counting):
-    own = GrainPart(source=counting, weight=0.5, num_workers=1)
-    rows = batches_of(MixtureConfig(parts=(MixturePart(path=tokens, weight=0.5), own), map=even))
-    assert np.array_equal(rows["mask"], rows["tokens"] % 2 == 0)
-
-
-def test_a_map_may_lower_the_weights_of_planned_windows(tmp_path):
-    documents = [(str(i), "a" * (i % 30)) for i in range(400)]
-    prepare(documents, tmp_path / "tokens", tokenizer=ByteTokenizer(), source="a test")
-    write_plans(tmp_path / "tokens", LENGTH)
-    text = "def f(window):\n    return {**window, 'mask': 0.5 * window['mask']}\n"
-    (tmp_path / "own.py").write_text(text)
-    data = TokenShardsConfig(path=str(tmp_path / "tokens"), packing="best_fit")
-    plain = batches_of(data)
-    halved = batches_of(dataclasses.replace(data, map=f"{tmp_path / 'own.py'}:f"))
-    np.testing.assert_equal(halved, {**plain, "mask": np.float32(0.5) * plain["mask"]})
-
-
-def test_the_digest_follows_the_text_of_the_map(tokens, even, tmp_path):
-    def digest(**fields):
-        return open_data(TokenShardsConfig(path=tokens, **fields), "train", model=MODEL).digest()
-
-    digests = {digest(), digest(map=even), digest(map=even, packing="split")}
-    assert len(digests) == 2  # as without a map, packing="split" changes no token
-    (tmp_path / "mask.py").write_text(f"{EVEN}# longer\n")
-    assert digest(map=even) not in digests
-
-
-NOT_A_MAP = {  # what a map returns, and what its refusal names
-    "None": "tokens of element 0",
-    "{'mask': tokens > 0}": "element 0 has mask",
-    "{**window, 'labels': tokens}": "labels",
-    "{'tokens': tokens}": "positions, segment_ids",
-    "{**window, 'tokens': tokens[1:]}": "[16], not [17]",
-    "{**window, 'tokens': tokens + 257}": "which is not in [0, 256]",
-    "{**window, 'mask': np.random.rand(len(tokens))}": "seed",
-    # Of a window unlike the first, when it is read:
-    "{**window, 'tokens': tokens if tokens[0] == FIRST else tokens / 2}": "float64",
-}
-
-
-@pytest.mark.parametrize("returned", NOT_A_MAP)
-def test_a_map_that_makes_something_else_is_refused(tokens, tmp_path, returned):
-    data = TokenShardsConfig(path=tokens, packing="split", order="sequential")
-    first = int(batches_of(data, steps=1)["tokens"][0, 0])
-    begin = "import numpy as np\ndef f(window):\n    tokens = window['tokens']\n"
-    text = f"{begin}    return {returned}\n".replace("FIRST", str(first))
-    (tmp_path / "own.py").write_text(text)
-    function = f"{tmp_path / 'own.py'}:f"
-    with refused(ValueError, f"data.map='{function}'", NOT_A_MAP[returned]) as raised:
-        batches_of(dataclasses.replace(data, map=function))
-    assert "\n" not in in_words(raised.value)
-    with refused(FileNotFoundError, "data.map=", f"{tmp_path}/none.py"):
-        batches_of(dataclasses.replace(data, map=f"{tmp_path}/none.py:f"))

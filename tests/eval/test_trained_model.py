@@ -239,14 +239,6 @@ def test_the_newest_sound_checkpoint_is_exported(run, tmp_path):
         export_model(tmp_path / "run/checkpoints/4", tmp_path / "other")
 
 
-def test_attention_within_documents_is_noted_and_kept(tmp_path):
-    config = dataclasses.replace(BYTES, document_end_id=256)
-    run = make_run(tmp_path / "run", config, {1: random_params(config)}, ByteTokenizer())
-    (note,) = export_model(run, tmp_path / "hf").notes
-    assert "document_end_id=256" in note
-    assert load(tmp_path / "hf", mesh=one_device_mesh()).config == config
-
-
 def made_tokenizer():
     """A tokenizer of our own making, in which no file names the end of a text."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.Unigram())

@@ -1,20 +1,17 @@
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpt2_reference import Reference
-from hf_models import BASE, hf_arrays, hf_fields, plain_hf_logits, write_hf
 from refusals import refused
 from tiny import MODEL
 
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.distributed import sharding
-from maxmars.model import huggingface
-from maxmars.model.language_model import make_model, mean_loss, token_losses
+from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters, init_params
 from maxmars.plan.compile import matmul_flops
 
@@ -159,35 +156,6 @@ def test_bfloat16_compute_keeps_logits_and_loss_in_float32():
     assert loss.dtype == jnp.float32
     assert {g.dtype for g in jax.tree.leaves(grads)} == {jnp.dtype(jnp.float32)}
     assert float(loss) == pytest.approx(float(exact), abs=5e-3)  # bfloat16 has 8 bits of mantissa
-
-
-MASKED = dataclasses.replace(BASE, document_end_id=60)
-# A window that begins within a document, with a document of no tokens, one that ends with the
-# window, and another without an end.
-DOCUMENTS = [[0, 3, 4, 9, 12], [0, 11, 12], [0, 12]]
-
-
-def test_documents_are_read_one_by_one(tmp_path):
-    arrays, fields = hf_arrays(MASKED), hf_fields(MASKED)
-    directory = write_hf(tmp_path, fields, arrays)
-    params = huggingface.load_params(directory, MASKED, Parameters(MASKED).abstract)
-    tokens = np.random.default_rng(3).integers(0, 60, (3, 12)).astype(np.int32)
-    for row, borders in zip(tokens, DOCUMENTS, strict=True):
-        row[borders[1:-1]] = MASKED.document_end_id
-    logits = apply(MASKED, params, tokens)[..., : MASKED.vocab_size]
-    expected = [
-        np.concatenate(
-            [plain_hf_logits(fields, arrays, row[i:j], i) for i, j in itertools.pairwise(borders)]
-        )
-        for row, borders in zip(tokens, DOCUMENTS, strict=True)
-    ]
-    np.testing.assert_allclose(logits, expected, atol=2e-5)
-    # Every token is predicted: the first after an end, from the end alone.
-    losses_of = jax.jit(lambda params, tokens: token_losses(make_model(MASKED, params), tokens))
-    losses = losses_of(params, tokens)
-    expected = -np.asarray(jax.nn.log_softmax(np.stack(expected)))[:, :-1]
-    expected = np.take_along_axis(expected, tokens[:, 1:, None], -1)[..., 0]
-    np.testing.assert_allclose(losses, expected, atol=2e-5)
 
 
 def test_logical_axes_match_the_parameters():

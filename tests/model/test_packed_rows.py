@@ -5,14 +5,12 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import MODEL, random_params
 
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
-from maxmars.model.gpt2 import document_segments
 from maxmars.model.language_model import make_model, mean_loss
 
 # The documents of each row, by length; padding fills the row up to max_seq_len + 1 tokens.
@@ -95,18 +93,3 @@ def test_a_mask_counts_the_targets_that_it_names():
     batch = {"tokens": tokens, "mask": with_mean_one(np.arange(17) < until[:, None])}
     result = loss_and_grads(PLAIN)(random_params(MODEL), batch)
     assert_close(result, one_by_one([row[:n] for row, n in zip(tokens, until, strict=True)]))
-
-
-@pytest.mark.parametrize(
-    ("given", "end", "expected"),
-    [
-        ([7, 7, 7, 7, 7], 1, [0, 0, 1, 1, 2]),
-        ([0, 0, 0, 4, 4], 1, [0, 0, 1, 2, 3]),
-        ([0, 0, 0, 4, 4], None, [0, 0, 0, 4, 4]),
-        (None, 1, [0, 0, 1, 1, 2]),
-    ],
-)
-def test_the_end_of_a_document_divides_given_segments(given, end, expected):
-    tokens = jnp.array([[5, 6, 1, 6, 1]])
-    given = None if given is None else jnp.array([given])
-    assert document_segments(tokens, end, given).tolist() == [expected]

@@ -6,7 +6,7 @@ import pytest
 from tiny import MODEL, tiny_config
 
 from maxmars.config import MarsConfig, MeshConfig, SophiaConfig
-from maxmars.data.packing import segments_and_positions
+from maxmars.data.windows import segments_and_positions
 from maxmars.distributed import sharding
 from maxmars.model import make_model, token_losses
 from maxmars.model.parameters import Parameters

@@ -246,11 +246,6 @@ def test_a_run_keeps_its_type_where_another_would_be_chosen(continuing, short_co
         assert continuing(auto, stored=stored) == stored
 
 
-def test_what_the_model_hides_may_change(continuing, short_config):
-    config = short_config(model=dataclasses.replace(MODEL, document_end_id=256))
-    assert continuing(config, "model.document_end_id") == config
-
-
 @pytest.mark.parametrize(("warmup", "given", "end"), [(1, None, 2), (2, None, None), (2, 2, 2)])
 def test_a_run_that_has_not_begun_to_decay_may_still_move_the_end(
     continuing, short_config, warmup, given, end
@@ -417,7 +412,7 @@ def test_a_model_that_does_not_fit_is_named(source, short_config, changes, named
 
 
 def test_a_model_that_is_computed_in_another_way_is_the_same(source, short_config):
-    loaded(source, short_config(model=model(remat="full", document_end_id=256)))
+    loaded(source, short_config(model=model(remat="full", scan_unroll=2)))
 
 
 @pytest.mark.parametrize(

@@ -240,10 +240,9 @@ def test_a_run_on_a_mixture_says_what_it_validates_on(tmp_path, capsys):
         write_tfds(tmp_path / str(i), records, shape=(300,))
     paths = [str(tmp_path / str(i) / "tokens" / "1.0.0") for i in range(2)]
     parts = tuple(MixturePart(path=path, weight=0.5, tokenizer="byte") for path in paths)
-    model = dataclasses.replace(tiny_config().model, document_end_id=256)
     changes = {"num_steps": 4, "eval": EvalConfig(every=100, num_windows=8), **QUICK}
     changes |= {"checkpoint": CheckpointConfig(every=None)}
-    config = tiny_config(data=MixtureConfig(parts=parts), model=model, **changes)
+    config = tiny_config(data=MixtureConfig(parts=parts), **changes)
     train(config, tmp_path / "run")
     waits, times = (
         values_of(tmp_path / "run", key) for key in ("perf/data_wait", "perf/step_time")
