@@ -5,8 +5,8 @@
 Choices: size=tiny|small|medium|large|xl|6.7b|13b, data=openwebtext|fineweb_edu, and
 optimizer=adamw|nadamw|ademamix|muon|moonlight|lion|sophia|soap|mars|mars_exact|mars_lion|
 mars_shampoo|mars_m.
-`--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's, llm.c's and TFDS's
-are read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens. At 6.7b
+`--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's and llm.c's are
+read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens. At 6.7b
 and 13b it is 1,024 sequences of 2,048 tokens.
 
 Published best validation loss on OpenWebText in nats a token, after 5B / 20B / 50B tokens (10k /

@@ -126,8 +126,8 @@ class InspectArguments(CheckedConfig):
         "maxmars data inspect data/books --compare data/other --no-verify",
     )
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """A directory that `prepare` made, on a disk or gs://BUCKET/PATH, or tokens of TFDS, nanoGPT or
-    llm.c, as `maxmars train` reads them."""
+    """A directory that `prepare` made, on a disk or gs://BUCKET/PATH, or tokens of nanoGPT,
+    build-nanogpt or llm.c, as `maxmars train` reads them."""
     compare: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Tell whether this directory holds the same stream of tokens; exit with 1 if not."""
     verify: bool = True

@@ -66,7 +66,7 @@ class TokenDirectory(CheckedConfig):
 @dataclass(frozen=True, kw_only=True)
 class TokenShardsConfig(TokenDirectory, TokenOptions):
     """Tokens: a directory that `maxmars data prepare` wrote, on a disk or in a bucket, or a
-    directory of nanoGPT, build-nanogpt, llm.c or TFDS as it is, on a disk."""
+    directory of nanoGPT, build-nanogpt or llm.c as it is, on a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)

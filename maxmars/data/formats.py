@@ -1,7 +1,6 @@
 """The formats of token directories that can be read, and how they are told apart.
 
 * Our own shards (`maxmars data prepare`), on a disk or in a bucket: `meta.json`, see `metadata`.
-* TFDS in its own layout (`dataset_info.json`), see `tfds_stream`.
 * nanoGPT: `train.bin` and `val.bin`, without a header. Their tokenizer is the one that the config
   names, or a `tokenizer.json` beside them, or else GPT-2's with its uint16. They are refused where
   a file beside them says that they are not GPT-2's, such as `meta.pkl`, which is left alone:
@@ -34,11 +33,9 @@ from maxmars.data.metadata import (
     parse_metadata,
     read_metadata,
 )
-from maxmars.data.tfds_stream import TfdsTokens
 from maxmars.data.token_files import (
     NAME_THEM,
     TokenFile,
-    TokenFiles,
     TokenShards,
     TokenStream,
     Vocabulary,
@@ -151,8 +148,6 @@ def open_examined(tokens: TokenDirectory, split: str, meta: str | None) -> Token
     if metadata is not None:
         return TokenShards(directory, split, metadata)
     directory = Path(directory)
-    if (directory / "dataset_info.json").is_file():
-        return TfdsTokens(directory, split, _vocabulary(tokens, _GPT2))
     if not directory.is_dir():
         what = "is no directory" if directory.exists() else "does not exist"
         raise FileNotFoundError(f"the token directory {directory} {what}; {PREPARE}.")
@@ -197,7 +192,7 @@ class _Told:
     vocabulary: Vocabulary = _GPT2
 
 
-def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenFiles:
+def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenStream:
     """One split of a directory of nanoGPT, llm.c or build-nanogpt."""
     files = [(path, m) for path in sorted(directory.iterdir()) if (m := _NAME.fullmatch(path.name))]
     bins = [(path, m) for path, m in files if path.suffix == ".bin"]
@@ -213,11 +208,11 @@ def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenF
     if not files:
         raise FileNotFoundError(
             f"{directory} holds no tokens that can be read. What can be: a directory made by "
-            "`maxmars data prepare` (meta.json), a TFDS dataset with a feature `tokens` in "
-            "ArrayRecord files (its version's directory, with dataset_info.json), nanoGPT's "
+            "`maxmars data prepare` (meta.json), nanoGPT's "
             "train.bin and val.bin, llm.c's NAME_train_*.bin and NAME_val_*.bin, and build-"
             "nanogpt's NAME_train_*.npy and NAME_val_*.npy. Run `maxmars data prepare SOURCE "
-            "DIRECTORY` to make tokens from text."
+            "DIRECTORY` to make tokens from text; a function of your own reads anything else, such "
+            "as TFDS's records of tokens (from_tfds in tools/examples/own_data.py)."
         )
     if not headless and tokens.dtype is not None:
         raise ValueError(
@@ -253,7 +248,7 @@ def _open_foreign(directory: Path, split: str, tokens: TokenDirectory) -> TokenF
         )
     _warn_of_gaps([(path, m) for path, m in files if m["split"] == split])
     (dtype, vocabulary), _ = kinds.popitem()
-    stream = TokenFiles(
+    stream = TokenStream(
         directory, split, splits, dtype=dtype, vocabulary=_vocabulary(tokens, vocabulary)
     )
     _check_samples(stream, guessed=headless and tokens.tokenizer is tokens.vocab_size is None)
@@ -282,7 +277,7 @@ def _vocabulary(tokens: TokenDirectory, told: Vocabulary) -> Vocabulary:
     )
 
 
-def _check_samples(stream: TokenFiles, *, guessed: bool) -> None:
+def _check_samples(stream: TokenStream, *, guessed: bool) -> None:
     """Look at tokens here and there, before a run: may they be what they are taken to be?
 
     Args:

@@ -1,8 +1,7 @@
-"""Streams of tokens: what any of them can do, and the streams over files of raw tokens.
+"""Streams of tokens over files of raw tokens.
 
 A split is one stream, whatever its format: see `TokenStream`. Files on a disk are mapped; of files
-in a bucket, only the ranges that a batch needs are read. `formats` tells the formats apart; TFDS
-datasets, whose records are read and not mapped, are in `tfds_stream`.
+in a bucket, only the ranges that a batch needs are read. `formats` tells the formats apart.
 """
 
 from __future__ import annotations
@@ -72,44 +71,6 @@ class Origin(Tokenized, Protocol):
     """Name of the split there."""
     vocab_size: int
     """Every token lies in [0, vocab_size)."""
-
-
-@runtime_checkable
-class TokenStream(Origin, Protocol):
-    """The tokens of one split as one stream, which can be read anywhere at the same cost."""
-
-    files: Sequence[TokenFile]
-    """The files of tokens in the directory, of all splits."""
-
-    @property
-    def metadata(self) -> Metadata | None:
-        """What `meta.json` says; None where the format has none."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the split."""
-        ...
-
-    def read_windows(
-        self, starts: Int64[np.ndarray, " windows"], length: int
-    ) -> Int32[np.ndarray, "windows length"]:
-        """The tokens [start, start + length) of each of `starts`, read at once.
-
-        Raises:
-          ValueError: some of them lie outside the stream, or outside the vocabulary; or a file is
-            damaged.
-          OSError: a bucket does not answer.
-        """
-        ...
-
-    def read(self, start: int, length: int) -> Int32[np.ndarray, " length"]:
-        """The tokens [start, start + length); see `read_windows`."""
-        ...
-
-    def locate(self, token: int) -> dict[str, str | int]:
-        """Where a token is on disk, JSON-ready: the file or record, and the place in it."""
-        ...
 
 
 def digest_of(stream: TokenStream) -> str:
@@ -192,8 +153,9 @@ def check_size(file: TokenFile) -> None:
         )
 
 
-class TokenFiles:
-    """A `TokenStream` over files of raw little-endian tokens, one after the other.
+class TokenStream:
+    """The tokens of one split, which can be read anywhere at the same cost: files of raw
+    little-endian tokens, one after the other.
 
     Construction reads nothing. A file on a disk is mapped when it is first read, and its size is
     checked then, so that an object travels to another process as its paths.
@@ -238,7 +200,7 @@ class TokenFiles:
 
     @property
     def metadata(self) -> Metadata | None:
-        """What `meta.json` says; raw files of tokens have none."""
+        """What `meta.json` says; None of other programs' files, which have none."""
         return None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -250,14 +212,17 @@ class TokenFiles:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the split."""
         return self._starts[-1]
 
     def read(self, start: int, length: int) -> Int32[np.ndarray, " length"]:
+        """The tokens [start, start + length); see `read_pieces`."""
         return self.read_windows(np.array([start]), length)[0]
 
     def read_windows(
         self, starts: Int64[np.ndarray, " windows"], length: int
     ) -> Int32[np.ndarray, "windows length"]:
+        """The tokens [start, start + length) of each of `starts`; see `read_pieces`."""
         return self.read_pieces(starts, np.full(len(starts), length)).reshape(len(starts), length)
 
     def read_pieces(
@@ -345,7 +310,7 @@ def merge_ranges(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int,
     return merged
 
 
-class TokenShards(TokenFiles):
+class TokenShards(TokenStream):
     """One split of a directory that `maxmars data prepare` wrote.
 
     Args:

@@ -422,8 +422,8 @@ def make_evaluations(
 ) -> Iterator[Evaluation]:
     """The evaluations that the config asks for: validation loss, HellaSwag, the user's own.
 
-    `tokens`, of training, have the tokenizer that the last two take. `log` is told if the data has
-    no split `val`, or fewer windows than the config asks for.
+    `tokens`, of training, have the tokenizer that the last two take. `log` is told if the data
+    have fewer windows than the config asks for.
 
     Raises:
       ValueError, FileNotFoundError, ImportError: see `open_data`, `ValidationBatches`,
@@ -431,9 +431,6 @@ def make_evaluations(
     """
     if config.eval.every is not None:
         validation = open_data(config.data, "val", model=config.model)
-        for origin in validation.origins:
-            if origin.split != "val":
-                log(f"validation takes split {origin.split!r} of {origin.directory}")
         batches = ValidationBatches(
             validation,
             mesh,

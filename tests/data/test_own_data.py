@@ -117,11 +117,20 @@ def test_a_mixture_with_tokens_fills_in_what_they_lack(tmp_path):
 
 
 def test_the_examples_read_tfds_and_hugging_face(tmp_path):
-    records = [np.arange(LENGTH + 5) + i for i in range(30)]
-    options = {"path": str(write_tfds(tmp_path, {"train": records}, shape=(None,)))}
-    data = GrainConfig(source=f"{EXAMPLES}:from_tfds", options=options, order="sequential")
-    rows = batches_of(data, steps=1)["tokens"]
-    assert np.array_equal(rows, [record[: LENGTH + 1] for record in records[:16]])
+    stream = np.random.default_rng(0).integers(0, 257, 1 + 20 * LENGTH)
+    even = {"train": np.split(stream[:-1], 10), "test": np.split(stream[:320], 10)}
+    ragged = {"train": np.split(stream, [5, 6, 170]), "validation": np.split(stream, [99])}
+    for number, (records, shape) in enumerate(((even, (2 * LENGTH,)), (ragged, (None,)))):
+        directory = write_tfds(tmp_path / str(number), records, shape=shape)
+        options = {"path": str(directory)}
+        data = GrainConfig(source=f"{EXAMPLES}:from_tfds", options=options, order="sequential")
+        for split, tokens in records.items():
+            windows = open_data(data, "train" if split == "train" else "val", model=MODEL)
+            tokens = np.concatenate(tokens)
+            assert len(windows) == (len(tokens) - 1) // LENGTH
+            starts = np.arange(len(windows))[:, None] * LENGTH
+            read = windows.read(np.arange(len(windows)))["tokens"]
+            assert np.array_equal(read, tokens[starts + np.arange(LENGTH + 1)])
     datasets = pytest.importorskip("datasets")
     texts = ["short", "a text that is longer than the window"] * 10
     splits = {"train": datasets.Dataset.from_dict({"text": texts})}

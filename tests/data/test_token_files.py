@@ -5,9 +5,8 @@ import shutil
 
 import numpy as np
 import pytest
-import tensorflow_datasets as tfds
 from refusals import refused
-from token_directories import write_llm_c, write_nanogpt, write_shards, write_tfds
+from token_directories import write_llm_c, write_nanogpt, write_shards
 
 from maxmars.config import TokenDirectory
 from maxmars.data.formats import open_split, vocab_size_of
@@ -50,31 +49,20 @@ def directories(tmp_path_factory):
     write_numpy_shards(root / "numpy")
     write_llm_c(root / "llama" / "tiny_train.bin", STREAM, **LLAMA)
     write_llm_c(root / "llama" / "tiny_val.bin", VAL, **LLAMA)
-    train, val = np.split(STREAM, 10), np.split(VAL, 3)
-    records = write_tfds(root / "tfds", {"train": train, "test": val}, shape=(100,))
-    names = ("shards", "tiny", "nanogpt", "llm.c", "numpy", "llama")
-    return {name: root / name for name in names} | {"tfds": records}
+    return {name: root / name for name in NAMES}
 
 
-CASES = {  # directory -> split that is `val`, tokenizer
-    "shards": ("val", "gpt2"),
-    "tiny": ("val", "gpt2"),
-    "nanogpt": ("val", "gpt2"),
-    "llm.c": ("val", "gpt2"),
-    "numpy": ("val", "gpt2"),
-    "llama": ("val", "llama-3"),
-    "tfds": ("test", "gpt2"),
-}
+NAMES = ("shards", "tiny", "nanogpt", "llm.c", "numpy", "llama")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_every_format_gives_the_same_stream(directories, name):
     directory = directories[name]
-    val_split, tokenizer = CASES[name]
+    tokenizer = "llama-3" if name == "llama" else "gpt2"
     for split, expected in (("train", STREAM), ("val", VAL)):
         stream = open_split(directory, split)
         assert isinstance(stream, TokenStream)
-        assert stream.split == (val_split if split == "val" else split)
+        assert stream.split == split
         assert (stream.tokenizer, stream.num_tokens) == (tokenizer, len(expected))
         assert stream.vocab_size == (128256 if tokenizer == "llama-3" else 50257)
         assert str(directory) in repr(stream)
@@ -88,32 +76,27 @@ def test_every_format_gives_the_same_stream(directories, name):
         for start, length in ((-1, 5), (len(expected) - 3, 4), (len(expected), 1), (0, -1)):
             with refused(ValueError, f"the {len(expected)} tokens"):
                 stream.read(start, length)
-    if name != "tfds":  # which does not travel to another process; others do as their paths
-        stream = open_split(directory, "train")
-        assert np.array_equal(pickle.loads(pickle.dumps(stream)).read(0, 1000), STREAM)
-        size = len(pickle.dumps(stream))
-        stream.read(0, 1000)
-        assert len(pickle.dumps(stream)) == size
+    stream = open_split(directory, "train")  # which travels to another process as its paths
+    assert np.array_equal(pickle.loads(pickle.dumps(stream)).read(0, 1000), STREAM)
+    size = len(pickle.dumps(stream))
+    stream.read(0, 1000)
+    assert len(pickle.dumps(stream)) == size
 
 
-@pytest.mark.parametrize("name", ["shards", "tiny", "llm.c", "numpy", "llama", "tfds"])
+@pytest.mark.parametrize("name", ["shards", "tiny", "llm.c", "numpy", "llama"])
 def test_every_token_is_located_on_disk(directories, name):
     stream = open_split(directories[name], "train")
     width = "<u4" if name in ("llama", "tiny") else "<u2"
     for token in (0, 299, 300, 400, 401, 999):
         where = stream.locate(token)
-        if "file" in where:
-            (read,) = np.fromfile(where["file"], width, count=1, offset=where["byte_in_file"])
-        else:
-            records = tfds.builder_from_directory(directories[name]).as_data_source(split="train")
-            read = records[where["record"]]["tokens"][where["token_in_record"]]
+        (read,) = np.fromfile(where["file"], width, count=1, offset=where["byte_in_file"])
         assert read == STREAM[token]
 
 
 def test_the_digest_is_of_the_data_and_not_of_the_path(directories, tmp_path):
     digests = {name: digest_of(open_split(path, "train")) for name, path in directories.items()}
     assert len(set(digests.values())) == len(directories)
-    for name in ("shards", "llm.c", "tfds"):
+    for name in ("shards", "llm.c"):
         shutil.copytree(directories[name], tmp_path / name)
         assert digest_of(open_split(tmp_path / name, "train")) == digests[name]
         # Of the whole directory: the validation split counts too.
@@ -251,7 +234,7 @@ ONE = STREAM[:1]
 TRAIN_10 = "fineweb_train_000010.bin"
 ERRORS = [  # format, what happens to the directory, split, what is named
     ("none", lambda d: None, "train", "`maxmars data prepare"),
-    ("empty", lambda d: (d / "train_0.bin").touch(), "train", "TFDS"),
+    ("empty", lambda d: (d / "train_0.bin").touch(), "train", "from_tfds"),
     ("shards", lambda d: (d / "meta.json").write_bytes(b"\xff"), "train", "meta.json"),
     ("shards", lambda d: (d / "train_00001.bin").unlink(), "train", "train_00001.bin"),
     ("shards", lambda d: shorten(d / "train_00002.bin", 3), "train", "train_00002.bin", "897"),
@@ -282,40 +265,3 @@ def test_a_directory_that_cannot_be_read_says_why(tmp_path, kind, damage, split,
     damage(directory)
     with refused((ValueError, FileNotFoundError), directory, *named):
         open_split(directory, split)
-
-
-def replace_text(name, old, new):
-    def damage(directory):
-        path = directory / name
-        path.write_text(path.read_text().replace(old, new))
-
-    return damage
-
-
-def flip_a_byte(directory):
-    path = next(directory.glob("*.array_record*"))
-    data = bytearray(path.read_bytes())
-    data[700] ^= 1
-    path.write_bytes(data)
-
-
-TFDS_ERRORS = [
-    (lambda d: None, "val", "'val'"),
-    (replace_text("features.json", '"tokens"', '"ids"'), "train", "features: ids"),
-    (lambda d: (d / "dataset_info.json").write_text("{"), "train", "TFDS"),
-    (flip_a_byte, "train", "record"),
-]
-
-
-def test_a_tfds_dataset_that_does_not_fit_says_why(tmp_path):
-    records = {"train": np.split(STREAM, 10)}
-    whole = write_tfds(tmp_path / "whole", records, shape=(100,), num_shards=1)
-    for number, (damage, split, named) in enumerate(TFDS_ERRORS):
-        directory = tmp_path / str(number) / "tokens" / "1.0.0"
-        shutil.copytree(whole, directory)
-        damage(directory)
-        with refused(ValueError, directory, named):
-            open_split(directory, split).read(0, 1000)
-    ragged = write_tfds(tmp_path / "ragged", records, shape=(None,))
-    with refused(ValueError, ragged, "from_tfds"):
-        open_split(ragged, "train")

@@ -14,11 +14,30 @@ END = 256
 
 
 def from_tfds(*, split: str, length: int, path: str) -> grain.MapDataset:
-    """A TFDS dataset in ArrayRecord files whose records hold at least `length` + 1 `tokens`."""
+    """The `tokens` of a TFDS dataset in ArrayRecord files: its records are one stream.
+
+    The split `val` is the dataset's `val`, `validation` or `test`, the first that it has.
+    """
     import tensorflow_datasets as tfds
 
-    records: Any = tfds.builder_from_directory(path).as_data_source(split=split)
-    return grain.MapDataset.source(records).map(lambda record: record["tokens"][: length + 1])
+    builder: Any = tfds.builder_from_directory(path)
+    names = ("val", "validation", "test") if split == "val" else (split,)
+    name = next((name for name in names if name in builder.info.splits), None)
+    if name is None:
+        raise ValueError(f"{path} has no split {' or '.join(names)}.")
+    records = builder.as_data_source(split=name)
+    (size,) = builder.info.features["tokens"].shape  # None where records differ, and are counted
+    sizes = [size] * len(records) if size else [len(record["tokens"]) for record in records]
+    ends = np.cumsum(sizes)
+
+    def window(index: int) -> np.ndarray:
+        start, end = index * length, index * length + length + 1
+        first, last = np.searchsorted(ends, [start, end - 1], "right").tolist()
+        tokens = np.concatenate([records[i]["tokens"] for i in range(first, last + 1)])
+        begin = start - (int(ends[first - 1]) if first else 0)
+        return tokens[begin : begin + length + 1]
+
+    return grain.MapDataset.range((int(ends[-1]) - 1) // length).map(window)
 
 
 def from_hugging_face(*, split: str, length: int, path: str) -> grain.MapDataset:
