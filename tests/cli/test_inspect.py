@@ -144,7 +144,7 @@ def test_files_of_other_programs(tmp_path, capsys):
     rows = [line.replace("│", " ").split()[:3] for line in text.splitlines()]
     assert ["train", "899", "2"] in rows
     assert ["val", "70", "1"] in rows
-    assert text.endswith(f"--data.path {tmp_path / 'llm.c'}\n")
+    assert f"quickstart:data={tmp_path / 'llm.c'} " in text.splitlines()[-1]
     code, text = inspect(capsys, tmp_path / "nanogpt", "--compare", tmp_path / "llm.c")
     assert code == 1
     assert "tokens of train: 900 and 899" in text

@@ -198,5 +198,8 @@ def test_patterns_that_match_no_file(tmp_path):
     for elsewhere in ("https://example.com/book.txt", "s3://bucket/*.txt"):
         with refused(ValueError, elsewhere):
             TextFiles([elsewhere])
-    with refused(IsADirectoryError, texts / "**"):
+    with refused(IsADirectoryError, texts, ".jsonl"):
+        TextFiles([f"{texts}/"])
+    (texts / "a.csv").touch()
+    with refused(IsADirectoryError, texts / "**" / "*.csv"):
         TextFiles([f"{texts}/"])
