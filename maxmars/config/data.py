@@ -88,8 +88,9 @@ class GrainSource(CheckedConfig):
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, JSON values."""
     tokenizer: str = "unknown"
-    """Name of the tokenizer of the tokens, `byte` or `gpt2`, for `maxmars generate` and
-    HellaSwag."""
+    """The tokenizer of the tokens, for `maxmars generate` and HellaSwag: `byte`, `gpt2`, a
+    directory of tokens or a `tokenizer.json`. `unknown` takes that of a `maxmars.data.dataset` or
+    `documents` which the function maps."""
     num_workers: NotNegative[int] = 0
     """Processes that read batches ahead, for functions that take much CPU time; 0 reads in a
     thread."""

@@ -7,7 +7,6 @@ processes, microbatching and prefetch, and a resume anywhere continues them exac
 
 from __future__ import annotations
 
-import bisect
 import functools
 import hashlib
 import itertools
@@ -46,7 +45,7 @@ from maxmars.data.sampling import (
     validation_numbers,
 )
 from maxmars.data.token_files import Origin, TokenFile, TokenStream, digest_of
-from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, tokenizer_of_tokens
+from maxmars.data.tokenizer import end_of_text
 from maxmars.data.windows import TYPES, Batch, SegmentedWindows, TokenWindows, Types, Windows
 from maxmars.data.workers import end_with_parent
 from maxmars.distributed import processes
@@ -56,7 +55,6 @@ from maxmars.distributed.sharding import batch_shards, local_rows, to_device
 _LOGGER = logging.getLogger(__name__)
 _BUCKET_READS = 4  # batches at a time: an answer may take longer than a step
 UNKNOWN_TOKENIZER = GrainSource.tokenizer
-_END_OF_TEXT = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}
 
 DeviceBatch = dict[str, jax.Array]
 """A global batch on the mesh: `tokens`, int32 [microbatches, rows, max_seq_len + 1], and where the
@@ -119,7 +117,7 @@ class SplitTokens:
     @property
     def in_bucket(self) -> bool:
         """Whether some of the tokens are in a bucket."""
-        return any(is_remote(origin.directory) for origin in self.origins)
+        return any(is_remote(file.path) for file in self.files)
 
     @property
     def files(self) -> list[TokenFile]:
@@ -150,12 +148,11 @@ class SplitTokens:
                 batch[name][rows] = array
         return batch
 
-    def locate(self, number: int) -> dict[str, str | int]:
-        """Where a window is, JSON-ready; see `Windows.locate`."""
-        k = bisect.bisect_right(self._firsts, number) - 1
-        part, origin = self.parts[k], self.parts[k].origin
-        where = part.locate(number - self._firsts[k])
-        return {"directory": str(origin.directory), "split": origin.split, **where}
+    def training_numbers(self, seed: int) -> grain.MapDataset[int]:
+        """The number of the window of each example of training; see `sampling`."""
+        return training_numbers(
+            self.sizes, self.weights, seed=seed, order=self.order, changes=self.changes
+        )
 
     def digest(self) -> str:
         """Digest of the data, whatever its path; of a mixture, over its parts'."""
@@ -276,9 +273,7 @@ def _token_windows(
     at_every_token = options.order == "random_windows" and split == "train"
     if options.packing == "none":
         return TokenWindows(stream, length, at_every_token=at_every_token)
-    end = _END_OF_TEXT.get(stream.tokenizer)
-    if end is None:
-        end = tokenizer_of_tokens(stream).eot
+    end = end_of_text(stream)
     return SegmentedWindows(stream, length, end, at_every_token=at_every_token)
 
 
@@ -372,37 +367,17 @@ class TrainBatches:
         """Start at `position`."""
         self._batch_size = config.global_batch_size
         _check_batch(tokens, self._batch_size)
-        self.position, self._tokens = position, tokens
-        self._examples = training_numbers(
-            tokens.sizes,
-            tokens.weights,
-            seed=config.seed,
-            order=tokens.order,
-            changes=tokens.changes,
-        )
+        self.position = position
+        examples = tokens.training_numbers(config.seed)
         rows = local_rows(mesh, (config.microbatches, config.microbatch_size))
         self._batches: grain.DatasetIterator[DeviceBatch] | None = _iterate(
-            process_batches(self._examples, tokens.read, rows, self._batch_size, position),
+            process_batches(examples, tokens.read, rows, self._batch_size, position),
             mesh,
             config.microbatch_size,
             prefetch_steps,
             in_bucket=tokens.in_bucket,
             num_workers=tokens.num_workers,
         )
-
-    def read(self, example: int) -> Batch:
-        """The arrays [length + 1] of an example, of any step; see `SplitTokens.read`."""
-        batch = self._tokens.read(np.array([self._number(example)]))
-        return {name: array[0] for name, array in batch.items()}
-
-    def locate(self, example: int) -> dict[str, str | int]:
-        """Where the window of an example, of any step, is; see `SplitTokens.locate`."""
-        return self._tokens.locate(self._number(example))
-
-    def _number(self, example: int) -> int:
-        number = self._examples[example]
-        assert number is not None  # no example is filtered out
-        return number
 
     def __iter__(self) -> Iterator[DeviceBatch]:
         return self

@@ -16,10 +16,13 @@ import grain
 import numpy as np
 from jaxtyping import Int64
 
+from maxmars.config import GrainSource
 from maxmars.config.user_code import Source, load_function
+from maxmars.data.token_datasets import token_datasets
 from maxmars.data.token_files import Origin, TokenFile
+from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 from maxmars.data.windows import TYPES, Batch, Types
-from maxmars.distributed.files import Workdir
+from maxmars.distributed.files import Workdir, resolve
 
 _MANY = 1 << 60  # more elements than any data; repeat() makes 2**63 - 1 of them
 
@@ -113,7 +116,9 @@ class ExampleCheck:
 class OwnWindows:
     """The windows of a user's own data; see `Windows`. They are their own `origin`.
 
-    They travel to another process as their function, and are opened again there.
+    They travel to another process as their function, and are opened again there. Where the function
+    maps what `maxmars.data.dataset` or `documents` gives, the files below are theirs as well, and
+    so is the tokenizer unless another one is named.
 
     Args:
       function: where it is.
@@ -121,15 +126,13 @@ class OwnWindows:
       length: tokens of a window that are predicted.
       vocab_size: of the model; it bounds the tokens.
       options: further arguments of the function.
-      tokenizer: name of that of the tokens.
+      tokenizer: name of that of the tokens, or a directory of tokens or a `tokenizer.json` that has
+        it.
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, it does not take the options, or it
         returns something else than it should. Any other exception was raised by the function.
     """
-
-    tokenizer_digest: str | None = None
-    files: Sequence[TokenFile] = ()
 
     def __init__(
         self,
@@ -142,13 +145,18 @@ class OwnWindows:
         tokenizer: str,
     ) -> None:
         """Open the dataset, and read its first element."""
-        self.split, self.tokenizer = split, tokenizer
+        self.split = split
         self.directory: Workdir = Path(function.written)
-        self.tokenizer_place: Workdir = self.directory
         self.length, self.vocab_size = length, vocab_size
         self._function, self._options = function, options
         self._check = ExampleCheck(f"data.source={function!r}, split {split!r}", length, vocab_size)
         self._dataset: Any = self._open()
+        below = token_datasets(self._dataset)
+        self.files: Sequence[TokenFile] = [file for found in below for file in found.files]
+        self._digests = [found.digest for found in below]
+        self.tokenizer, self.tokenizer_digest, self.tokenizer_place = self._tokenizer(
+            tokenizer, [found.origin for found in below]
+        )
         self._count = len(self._dataset)
         self._check(0, self._dataset[0])
         self.types = self._check.types
@@ -166,10 +174,8 @@ class OwnWindows:
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
         if self._dataset is None:  # in another process
             self._dataset = self._open()
-        return self._check.read(numbers.tolist(), map(self._dataset.__getitem__, numbers.tolist()))
-
-    def locate(self, number: int) -> dict[str, str | int]:
-        return {"start": number, "element": number}
+        # Grain's name for reading several elements at once, which a dataset of tokens does.
+        return self._check.read(numbers.tolist(), self._dataset._getitems(numbers.tolist()))
 
     def digest(self) -> str:
         """SHA-256, in hex, over the text of the function, its options, the length and number of the
@@ -179,7 +185,7 @@ class OwnWindows:
           ValueError: these are other ones when they are read again.
         """
         name, options = self._function.function, self._options
-        told = [name, options, self.split, self.length, len(self), self.tokenizer]
+        told = [name, options, self.split, self.length, len(self), self.tokenizer, *self._digests]
         sha = hashlib.sha256(self._function.text() + json.dumps(told, sort_keys=True).encode())
         for number in (0, len(self) - 1):
             once, again = (self.read(np.array([number])) for _ in range(2))
@@ -190,6 +196,19 @@ class OwnWindows:
 
     def describe(self) -> dict[str, Any]:
         return {"num_tokens": len(self) * self.length, "num_documents": None, "source": None}
+
+    def _tokenizer(self, named: str, below: Sequence[Origin]) -> tuple[str, str | None, Workdir]:
+        """Name, digest and place of the tokenizer."""
+        if named in (ByteTokenizer.name, GPT2Tokenizer.name):
+            return named, None, self.directory
+        if named != GrainSource.tokenizer:
+            own = load(named)
+            return own.name, own.digest, resolve(named)
+        if len({(origin.tokenizer, origin.tokenizer_digest) for origin in below}) > 1:
+            raise self._check.wrong("its datasets have tokens of several tokenizers")
+        for origin in below:
+            return origin.tokenizer, origin.tokenizer_digest, origin.tokenizer_place
+        return named, None, self.directory
 
     def _open(self) -> grain.MapDataset[Any]:
         windows = load_function(self._function)

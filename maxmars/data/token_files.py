@@ -291,13 +291,6 @@ class TokenStream:
             content, offset = contents[range_], byte - merged[range_][1]
             tokens[at : at + count] = np.frombuffer(content, self._dtype, count, offset)
 
-    def locate(self, token: int) -> dict[str, str | int]:
-        """The file that holds a token, and its first byte in there."""
-        index = bisect.bisect_right(self._starts, token) - 1
-        file, number = self._files[index], token - self._starts[index]
-        byte = file.header_bytes + number * self._dtype.itemsize
-        return {"file": str(file.path), "byte_in_file": byte}
-
 
 def merge_ranges(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
     """Ranges (file, start, end) in order, those joined that overlap or touch."""

@@ -469,6 +469,17 @@ def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
     return tokenizer
 
 
+def end_of_text(tokens: Tokenized) -> int:
+    """The id of the token that ends a document.
+
+    Raises:
+      ValueError, ImportError, OSError: see `tokenizer_of_tokens`, which bytes and GPT-2's tokens do
+        not need.
+    """
+    known = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}.get(tokens.tokenizer)
+    return tokenizer_of_tokens(tokens).eot if known is None else known
+
+
 def copy_tokenizer(tokens: Tokenized, directory: Workdir) -> None:
     """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
     if tokens.tokenizer_digest is not None:

@@ -76,10 +76,6 @@ class Windows(Protocol):
         """
         ...
 
-    def locate(self, number: int) -> dict[str, str | int]:
-        """Where a window is, JSON-ready: `start`, and the file, record or element."""
-        ...
-
     def digest(self) -> str:
         """SHA-256, in hex, that tells these data from others, whatever their path."""
         ...
@@ -128,10 +124,6 @@ class TokenWindows:
 
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
         return {"tokens": self._stream.read_windows(numbers * self._stride, self.length + 1)}
-
-    def locate(self, number: int) -> dict[str, str | int]:
-        start = number * self._stride
-        return {"start": start, **self._stream.locate(start)}
 
     def digest(self) -> str:
         return digest_of(self._stream)

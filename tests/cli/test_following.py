@@ -39,11 +39,9 @@ SHORT = [*TINY.split(), "--num-steps", "1", *ALONE]
 def test_nanogpts_characters_are_trained_on_and_generated(characters, tmp_path, capsys):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    for words in (["data", "inspect"], ["train"]):
+    for words in (["data", "inspect", characters], ["train", f"quickstart:data={characters}"]):
         with pytest.raises(SystemExit):
-            main(
-                [*words, str(characters) if words[0] == "data" else f"quickstart:data={characters}"]
-            )
+            main([*map(str, words), *(ALONE if words[0] == "train" else ())])
         error = capsys.readouterr().err
         assert str(characters / "meta.pkl") in error
         assert f"maxmars data prepare {characters / 'input.txt'} OUT --tokenizer byte" in error
@@ -69,7 +67,7 @@ def test_nanogpts_characters_are_trained_on_and_generated(characters, tmp_path, 
     ("length", "options", "named"),
     [
         (20_000, (), []),
-        (700, (), ["--model.max-seq-len", "64"]),
+        (700, (), ["--model.max-seq-len", "16"]),
         (20_000, ("--validation-fraction", "0"), ["--eval.every", "None"]),
     ],
 )

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import fake_gcs
 import numpy as np
@@ -124,3 +125,44 @@ def test_ranges_are_read_and_objects_are_compared_with_what_was_prepared(directo
         assert "\n" not in error
     assert "its crc32c is" in flipped
     assert "its size is" in cut
+
+
+# Prints digests of windows and documents that a function of the user's own maps.
+OWN = """
+import hashlib, json, sys
+import numpy as np
+from maxmars.config import GPT2Config, GrainConfig
+from maxmars.data.batches import open_data
+
+model = GPT2Config(num_layers=1, num_heads=1, embed_dim=8, max_seq_len=16, vocab_size=257)
+for function in ("windows", "packed"):
+    data = GrainConfig(source=f"{sys.argv[1]}:{function}", options={"path": sys.argv[2]})
+    opened = open_data(data, "train", model=model)
+    assert opened.in_bucket == sys.argv[2].startswith("gs://")
+    batch = opened.read(np.arange(40, 60))
+    text = b"".join(batch[name].tobytes() for name in sorted(batch))
+    print(json.dumps(hashlib.sha256(text).hexdigest()))
+"""
+OWN_FILE = """
+import sys
+sys.path.insert(0, {examples!r})
+from best_fit import windows as packed
+from maxmars.data import dataset
+
+def windows(*, split, length, path):
+    return dataset(path, split, length).map(lambda window: window)
+"""
+
+
+@pytest.mark.slow
+def test_own_windows_are_read_by_ranges(directory, tmp_path):
+    examples = Path(__file__).parents[2] / "tools" / "examples"
+    (tmp_path / "own.py").write_text(OWN_FILE.format(examples=str(examples)))
+    with fake_gcs.serve() as server:
+        server.put_directory(directory, "tokens")
+        printed, _ = in_process(server, OWN, tmp_path / "own.py", "gs://bucket/tokens")
+        read = sum(size for name, size in server.reads if name.startswith("tokens/train_0"))
+        expected, _ = in_process(server, OWN, tmp_path / "own.py", directory)
+    assert printed == expected
+    whole = sum(len(data) for name, (_, data) in server.objects.items() if "train_0" in name)
+    assert 0 < read < whole / 5

@@ -83,16 +83,6 @@ def test_every_format_gives_the_same_stream(directories, name):
     assert len(pickle.dumps(stream)) == size
 
 
-@pytest.mark.parametrize("name", ["shards", "tiny", "llm.c", "numpy", "llama"])
-def test_every_token_is_located_on_disk(directories, name):
-    stream = open_split(directories[name], "train")
-    width = "<u4" if name in ("llama", "tiny") else "<u2"
-    for token in (0, 299, 300, 400, 401, 999):
-        where = stream.locate(token)
-        (read,) = np.fromfile(where["file"], width, count=1, offset=where["byte_in_file"])
-        assert read == STREAM[token]
-
-
 def test_the_digest_is_of_the_data_and_not_of_the_path(directories, tmp_path):
     digests = {name: digest_of(open_split(path, "train")) for name, path in directories.items()}
     assert len(set(digests.values())) == len(directories)

@@ -1,0 +1,197 @@
+"""Data as public Grain datasets: the windows or documents of a directory, the examples of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int64
+
+from maxmars.config import Source, TokenDirectory, from_dict
+from maxmars.config.checks import require
+from maxmars.config.data import Packing
+from maxmars.config.user_code import with_sources
+from maxmars.data.batches import open_data
+from maxmars.data.formats import open_split
+from maxmars.data.metadata import AGAIN
+from maxmars.data.sampling import Numbers
+from maxmars.data.token_datasets import DocumentDataset, TokenDataset
+from maxmars.data.token_files import TokenStream, digest_of
+from maxmars.data.tokenizer import end_of_text
+from maxmars.data.windows import Batch, SegmentedWindows, TokenWindows
+from maxmars.distributed.files import (
+    Workdir,
+    cache_directory,
+    is_remote,
+    read_json,
+    reporting,
+    resolve,
+    write_bytes,
+)
+from maxmars.distributed.progress import Progress
+from maxmars.distributed.workdir import CONFIG, DATA, SOURCES
+
+_BLOCK_TOKENS = 1 << 24
+
+
+def dataset(
+    path: str | os.PathLike[str] | TokenDirectory,
+    split: str,
+    length: int,
+    packing: Packing = "none",
+) -> TokenDataset:
+    """The windows of a directory of tokens in order, as a run with the same `packing` has them.
+
+    Each shares its last token with the next one. A function for `GrainConfig` returns them with a
+    map of its own; a run then shuffles and repeats them.
+
+    Args:
+      path: the directory, in any format that `maxmars train` reads, on a disk or `gs://`. A
+        `TokenDirectory` also says what other programs' files do not.
+      split: `train` or `val`.
+      length: tokens of a window that are predicted, `model.max_seq_len`.
+      packing: `split` adds `segment_ids` and `positions`, by which attention stays within the
+        documents that share a window.
+
+    Returns:
+      Dicts of int32 arrays [length + 1], `tokens` first. Their attribute `tokenizer` is that of the
+      tokens.
+
+    Raises:
+      FileNotFoundError, ValueError, OSError, ImportError: see `formats.open_split`; or the split is
+        too short for a window.
+    """
+    require(packing in ("none", "split"), f"packing={packing!r} must be 'none' or 'split'.")
+    stream = open_split(path, split)
+    if packing == "split":
+        windows: TokenWindows = SegmentedWindows(stream, length, end_of_text(stream))
+    else:
+        windows = TokenWindows(stream, length)
+    return TokenDataset(
+        Numbers(range(len(windows))),
+        lambda numbers: _rows(windows.read(numbers)),
+        origin=stream,
+        files=stream.files,
+        digest=windows.digest(),
+    )
+
+
+def documents(path: str | os.PathLike[str] | TokenDirectory, split: str) -> DocumentDataset:
+    """The documents of a directory of tokens in order, each with the token that ends it.
+
+    Joined, they are the stream. Where they start stands in our own directories; in those of other
+    programs all tokens are searched for the token that ends a document.
+
+    Args:
+      path, split: see `dataset`.
+
+    Returns:
+      int32 arrays [tokens]. The attribute `lengths` has their sizes, `tokenizer` is that of the
+      tokens.
+
+    Raises:
+      See `dataset`; ValueError also where nothing says which token ends a document.
+    """
+    stream = open_split(path, split)
+    starts = _document_starts(stream)
+
+    def read(numbers: Int64[np.ndarray, " documents"]) -> list[np.ndarray]:
+        lengths = starts[numbers + 1] - starts[numbers]
+        return np.split(stream.read_pieces(starts[numbers], lengths), np.cumsum(lengths)[:-1])
+
+    opened = DocumentDataset(
+        Numbers(range(len(starts) - 1)),
+        read,
+        origin=stream,
+        files=stream.files,
+        digest=digest_of(stream),
+    )
+    opened.lengths = np.diff(starts)
+    return opened
+
+
+def examples(run: str | os.PathLike[str]) -> TokenDataset:
+    """What a run trains on, in order: row r of a step is its `train/first_example` + r.
+
+    Args:
+      run: the working directory; its data must be where they were.
+
+    Returns:
+      Endless dicts of arrays [max_seq_len + 1]: `tokens`, and what the data has of `mask`,
+      `segment_ids` and `positions`. The attribute `tokenizer` is that of the tokens.
+
+    Raises:
+      FileNotFoundError: there is no run, or its data are gone.
+      ValueError: they are other data than the run read.
+      OSError, ImportError: see `batches.open_data`.
+    """
+    workdir = resolve(run)
+    record = read_json(workdir / CONFIG)
+    if record is None:
+        raise FileNotFoundError(f"{workdir / CONFIG} is missing: name the directory of a run.")
+    config = from_dict(record)
+    data = with_sources(config.data, functools.partial(_kept, workdir))
+    tokens = open_data(data, "train", model=config.model)
+    digest = tokens.digest()
+    recorded = (read_json(workdir / DATA) or {}).get("digest", digest)
+    if recorded != digest:
+        raise ValueError(
+            f"the data of {workdir} are others now, with the digest {digest[:16]} and not "
+            f"{recorded[:16]}; put those there again that it was trained on."
+        )
+    return TokenDataset(
+        tokens.training_numbers(config.seed),
+        lambda numbers: _rows(tokens.read(numbers)),
+        origin=tokens.origin,
+        files=tokens.files,
+        digest=digest,
+    )
+
+
+def _rows(batch: Batch) -> list[Batch]:
+    return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
+
+
+def _document_starts(stream: TokenStream) -> Int64[np.ndarray, " documents+1"]:
+    """Where each document starts in a stream, and where the last one ends."""
+    of_split = None if stream.metadata is None else stream.metadata.splits[stream.split].documents
+    if of_split is None:
+        starts = _searched(stream, end_of_text(stream))
+    else:
+        path = stream.directory / of_split.file
+        with reporting(path):
+            stored = path.read_bytes()
+        if hashlib.sha256(stored).hexdigest() != of_split.sha256:
+            raise ValueError(f"{path} does not match its checksum in meta.json; {AGAIN}.")
+        starts = np.frombuffer(stored, "<u8").astype(np.int64)
+    return np.append(starts, stream.num_tokens)
+
+
+def _searched(stream: TokenStream, end: int) -> Int64[np.ndarray, " documents"]:
+    ends = []
+    with Progress(stderr=True) as status:
+        for first in range(0, stream.num_tokens, _BLOCK_TOKENS):
+            status.update("looking for the documents", first, stream.num_tokens)
+            count = min(_BLOCK_TOKENS, stream.num_tokens - first)
+            ends.append(np.flatnonzero(stream.read(first, count) == end) + first + 1)
+    starts = np.concatenate([[0], *ends])
+    return starts[starts < stream.num_tokens]
+
+
+def _kept(workdir: Workdir, source: Source) -> Source:
+    """A function of a run's data in the copy of its file that the run keeps."""
+    copy = workdir / SOURCES / Path(source.file).name
+    text = copy.read_bytes() if copy.is_file() else b""
+    if hashlib.sha256(text).hexdigest() != source.sha256:
+        raise ValueError(
+            f"{copy} is not the file with the SHA-256 {source.sha256} that the run recorded, and "
+            "no other is executed; restore it."
+        )
+    if is_remote(copy):
+        copy = cache_directory() / "sources" / hashlib.sha256(text).hexdigest() / copy.name
+        write_bytes(copy, text)
+    return dataclasses.replace(source, file=str(copy))
