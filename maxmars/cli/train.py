@@ -61,7 +61,7 @@ class TrainArguments(ConfigArguments):
     STEP.rewound, and the same command then continues from there."""
     skip_examples: Annotated[NotNegative[int], tyro.conf.arg(metavar="N")] = 0
     """Leave out this number of training examples, once, where the run continues: those of a step
-    are global_batch_size, and skipped_steps/STEP.json names them."""
+    are global_batch_size; train/first_example in metrics.jsonl is the first of a step."""
     new_optimizer_state: bool = False
     """Make the optimizer's state anew, once, where the run continues, which may then be another
     optimizer's (name it in --resume-overrides); parameters, step, schedule and data go on."""

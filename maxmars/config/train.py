@@ -157,7 +157,8 @@ class LogConfig(CheckedConfig):
 class GuardConfig(CheckedConfig):
     """Which steps are skipped. The update of a skipped step is not applied, and the run goes on
     with the next batch. A step whose loss or gradient is not finite is always skipped.
-    `<workdir>/skipped_steps/STEP.json` names the examples of a skipped step."""
+    Lines of metrics say which examples a step read: `train/first_example` and as many as
+    `train/num_examples`, by their numbers in `maxmars.data.examples(WORKDIR)`."""
 
     loss_spike_threshold: Positive[float] | None = None
     """Also skip a step whose loss exceeds the running mean by this many running standard

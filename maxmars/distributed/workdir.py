@@ -12,7 +12,7 @@ CHECKPOINTS = "checkpoints"  # STEP/ of each checkpoint that is kept; checkpoint
 # What the run is, written anew by train/run.py at each start.
 CONFIG = "config.json"  # as it runs, and what was asked where the run chose by itself
 ENVIRONMENT = "environment.json"  # versions, code, devices and mesh
-DATA = "data.json"  # of each part of the data: name, source, tokens and documents
+DATA = "data.json"  # digest, and of each part of the data: name, source, tokens and documents
 PARAMETERS = "parameters.txt"  # shape, matrix, update rule, rate and decay of each parameter
 TOKENIZER = "tokenizer"  # of the data, for `generate`, `eval` and `export`
 SOURCES = "sources"  # files of the user's own: of the data here, and of
@@ -30,7 +30,6 @@ KEPT_SOURCES = {
 JOURNAL = "journal.jsonl"  # what each session began with, saved and ended with; train/journal.py
 METRICS = "metrics.jsonl"  # `step`, `tokens` and metrics; train/metrics.py
 SUMMARY = "summary.json"  # what the run came to, at the end of a session; train/summary.py
-SKIPPED_STEPS = "skipped_steps"  # STEP.json, the examples of a skipped step; train/reporter.py
 LOGS = "logs"  # host_000.log of each process, what it printed; distributed/progress.py
 VERIFIED = "verified"  # host_000.jsonl of each process, files that it has hashed; train/run.py
 PROFILE = "profile"  # host_000/ of each process, traces of `--profile`; train/tracer.py

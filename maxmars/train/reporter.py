@@ -6,8 +6,6 @@ step that is not due for a line costs the loop one number from the device: wheth
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import math
 from typing import Any
 
@@ -17,24 +15,10 @@ import numpy as np
 from maxmars.checkpoint.digest import digest_and_finite
 from maxmars.config.chips import peak_flops
 from maxmars.config.numbers import short
-from maxmars.data.tokenizer import Tokenizer, load
-from maxmars.distributed import processes
-from maxmars.distributed.files import json_number, write_json
-from maxmars.distributed.workdir import SKIPPED_STEPS, TOKENIZER
 from maxmars.train.journal import run_seconds, shares
 from maxmars.train.optimizer import learning_rate_scales, named_norms
 from maxmars.train.run import Run
 from maxmars.train.step import SKIP_REASONS
-
-_EXCERPT_CHARACTERS = 200
-_EXPLANATION = (
-    "The update of this step was not applied, for the given reason. The step was computed on the "
-    "rows below. Row r is training example first_example + r: num_tokens tokens of a directory's "
-    "split from token `start` on, which begin in the named file or record, and `text` is how they "
-    "read at first. With data.packing=best_fit a row is its `pieces` of the split instead, each "
-    "start:stop, after an end-of-text token. All of them: from maxmars.data.formats import "
-    "open_split; open_split(directory, split).read(start, num_tokens)"
-)
 
 
 class DivergedError(ValueError):
@@ -90,7 +74,7 @@ class StepReporter:
         due = step == 1 or step % run.config.log.every == 0 or step == num_steps
         if not due and not consecutive_skips:
             return
-        values = self._numbers(metrics)
+        values = self._numbers(metrics) | self._examples(step)
         if consecutive_skips:
             self._skipped(step, values, consecutive_skips, SKIP_REASONS[reason.item()])
         values |= self._rates(step)
@@ -117,6 +101,13 @@ class StepReporter:
             self._clipped.clear()
         return values if norms is None else values | named_norms(norms)
 
+    def _examples(self, step: int) -> dict[str, int]:
+        """Which examples of `maxmars.data.examples` a step read."""
+        batch_size = self._run.config.global_batch_size
+        later = self._run.step - step + 1  # batches taken since the one before
+        first = self._run.batches.position - later * batch_size
+        return {"train/first_example": first, "train/num_examples": batch_size}
+
     def _rates(self, step: int) -> dict[str, float]:
         """Of the steps since the last line, and their waits for data: nothing else counts."""
         if self._before is None or self._steps < 1:
@@ -141,22 +132,16 @@ class StepReporter:
     def _skipped(
         self, step: int, values: dict[str, float], consecutive_skips: int, reason: str
     ) -> None:
-        """Report a skipped step and its examples.
+        """Report a skipped step.
 
         Raises:
           DivergedError: too many steps in a row were skipped.
         """
         run = self._run
         loss, norm = values["train/loss"], values["train/grad_norm"]
-        path = run.workdir / SKIPPED_STEPS / f"{step}.json"
-        where = f"its examples are in {path}"
-        if processes.is_primary():
-            try:
-                write_json(path, self._examples(step, {"reason": reason, **values}))
-            except OSError as error:  # which must not hide the skipped step
-                where = f"its examples could not be written to {path} ({error})"
         text = f"step {step} was skipped ({reason}): loss {loss:.4g}, gradient norm {norm:.4g}"
-        text += f", {values['train/skipped']} skipped in all; {where}."
+        text += f", {values['train/skipped']} skipped in all; it read the examples from "
+        text += f"{values['train/first_example']} on, as maxmars.data.examples gives them."
         if consecutive_skips <= run.config.guard.max_consecutive_skips:
             run.progress.message(text)
             return
@@ -189,45 +174,6 @@ class StepReporter:
             f"That makes {consecutive_skips} in a row, more than guard.max_consecutive_skips "
             f"allows. {stands}. {way_out}.",
         )
-
-    def _examples(self, step: int, measured: dict[str, Any]) -> dict[str, Any]:
-        """What `skipped_steps/<step>.json` holds: a step's examples, and what it measured."""
-        config, batches = self._run.config, self._run.batches
-        later = self._run.step - step + 1  # batches taken since the one before
-        first = batches.position - later * config.global_batch_size
-        rows = []
-        for row in range(config.global_batch_size):
-            text = None
-            with contextlib.suppress(ValueError, OSError):  # what cannot be read has no text
-                if self._tokenizer is not None:
-                    tokens = batches.read(first + row)["tokens"]
-                    text = self._tokenizer.decode(tokens)[:_EXCERPT_CHARACTERS]
-            rows.append(
-                {
-                    "row": row,
-                    "microbatch": row // config.microbatch_size,
-                    "example": first + row,
-                    **batches.locate(first + row),
-                    "text": text,
-                }
-            )
-        return {
-            "explanation": _EXPLANATION,
-            "step": step,
-            **{key: json_number(v) if isinstance(v, float) else v for key, v in measured.items()},
-            "seed": config.seed,
-            "order": config.data.order,
-            "first_example": first,
-            "num_tokens": config.model.max_seq_len + 1,
-            "rows": rows,
-        }
-
-    @functools.cached_property  # also where there is none: the attempt may take a while
-    def _tokenizer(self) -> Tokenizer | None:
-        try:
-            return load(self._run.workdir / TOKENIZER)
-        except (ValueError, ImportError, OSError):
-            return None
 
 
 def _is_kept(step: int, num_steps: int, every: int) -> bool:

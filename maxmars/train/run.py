@@ -281,7 +281,7 @@ def check(
 def lock(run: Run, stack: contextlib.ExitStack) -> None:
     """Take the workdir, so that no other run writes there, and describe this run in it."""
     config, workdir, mesh = run.config, run.workdir, run.train_step.mesh
-    data = run.data.describe()
+    data = run.data.describe() | {"digest": run.data_digest}
     parameters = run.train_step.parameters
     table = describe_parameters(config.optimizer, parameters)
     rules = summarize_rules(config.optimizer, parameters)

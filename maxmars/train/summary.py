@@ -123,5 +123,5 @@ def _lines(figures: dict[str, Any]) -> list[str]:
         text += f", MFU {figures['perf/mfu']:.1%}" if "perf/mfu" in figures else ""
         lines.append(f"  speed      {text} (medians)")
     if figures.get("train/skipped"):
-        lines.append(f"  skipped    {figures['train/skipped']} steps; see skipped_steps/")
+        lines.append(f"  skipped    {figures['train/skipped']} steps")
     return lines

@@ -15,6 +15,7 @@ from maxmars.checkpoint import load, read
 from maxmars.config import (
     CheckpointConfig,
     EvalConfig,
+    GrainPart,
     GuardConfig,
     LogConfig,
     MeshConfig,
@@ -24,9 +25,8 @@ from maxmars.config import (
     ScheduleConfig,
     TokenShardsConfig,
 )
+from maxmars.data import examples
 from maxmars.data.batches import TrainBatches, open_data
-from maxmars.data.formats import open_split
-from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed.sharding import make_mesh
 from maxmars.model.parameters import Parameters
 from maxmars.train import TrainResult, train
@@ -295,25 +295,54 @@ def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
     last = read_metrics(tmp_path)[-1]
     assert last["train/skipped"] == 2
 
-    # The files say what the step was made of.
-    step, folder = last["step"], tmp_path / "skipped_steps"
-    newest = steps_of(tmp_path)[-1]
-    for named in (f"step {step} ", f"step {newest}.", str(folder / f"{step}.json")):
+    step, newest = last["step"], steps_of(tmp_path)[-1]
+    assert (last["train/first_example"], last["train/num_examples"]) == ((step - 1) * 16, 16)
+    for named in (f"step {step} ", f"step {newest}.", f"from {(step - 1) * 16} on"):
         assert named in str(error.value)
-    assert {path.name for path in folder.iterdir()} == {f"{step - 1}.json", f"{step}.json"}
-    examples = json.loads((folder / f"{step}.json").read_text())
-    assert (examples["reason"], examples["train/loss"]) == ("not finite", last["train/loss"])
-    assert examples["first_example"] == (step - 1) * 16
-    tokens = open_data(config.data, "train", model=config.model)
-    mesh = make_mesh(config.mesh)
-    batches = TrainBatches(tokens, config, mesh, position=(step - 1) * 16, prefetch_steps=0)
-    for row, expected in zip(
-        examples["rows"], np.concatenate(next(batches)["tokens"]), strict=True
-    ):
-        stream = open_split(row["directory"], row["split"])
-        assert np.array_equal(stream.read(row["start"], examples["num_tokens"]), expected)
-        assert row["text"] == ByteTokenizer().decode(expected)
-        assert row["microbatch"] == row["row"] // 8
+
+
+MAPS = """
+from maxmars.data import dataset
+
+def windows(*, split, length, path):
+    return dataset(path, split, length).map(lambda window: {"tokens": window["tokens"][::-1]})
+"""
+
+
+@pytest.mark.seconds
+def test_examples_are_what_every_step_read(tmp_path, monkeypatch):
+    """Also those of a run on data of its own, whose file is gone."""
+    monkeypatch.chdir(tmp_path)
+    stream = np.random.default_rng(0).integers(0, 257, 3000)
+    write_shards(tmp_path / "tokens", stream, stream[:600], vocab_size=257)
+    (tmp_path / "own.py").write_text(MAPS)
+    own = GrainPart(source="own.py:windows", options={"path": "tokens"}, weight=0.3)
+    mixture = MixtureConfig(parts=(MixturePart(path="tokens", weight=0.7), own))
+    for name, data in (("mixture", mixture), ("shuffled", TokenShardsConfig(path="tokens"))):
+        config = tiny_config(data=data, num_steps=3, **QUICK)
+        config = dataclasses.replace(config, eval=EvalConfig(every=None))
+        batches = TrainBatches(
+            open_data(data, "train", model=config.model), config, make_mesh(config.mesh)
+        )
+        read = [np.concatenate(next(batches)["tokens"]) for _ in range(3)]
+        batches.close()
+        train(config, tmp_path / name)
+        firsts = values_of(tmp_path / name, "train/first_example")
+        (tmp_path / "own.py").write_text("")
+        found = examples(tmp_path / name)
+        for step, rows in enumerate(read, 1):
+            window = found[firsts[step] : firsts[step] + 16]
+            assert np.array_equal([row["tokens"] for row in window], rows)
+        assert found.tokenizer.name == "byte"
+    write_shards(tmp_path / "others", stream[::-1], stream[:600], vocab_size=257)
+    (tmp_path / "tokens").rename(tmp_path / "gone")
+    with refused(FileNotFoundError, tmp_path / "tokens"):
+        examples(tmp_path / "shuffled")
+    (tmp_path / "others").rename(tmp_path / "tokens")
+    with refused(ValueError, tmp_path / "shuffled"):
+        examples(tmp_path / "shuffled")
+    with refused(FileNotFoundError, "config.json"):
+        examples(tmp_path / "none")
 
 
 @pytest.mark.seconds

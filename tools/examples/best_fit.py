@@ -57,9 +57,8 @@ class BestFit(grain.MapDataset):
     def __getitem__(self, index: Any) -> Any:
         return self.slice(index) if isinstance(index, slice) else self._getitems([index])[0]
 
-    def _getitems(
-        self, indices: Sequence[int]
-    ) -> list[dict[str, np.ndarray]]:  # one read of all documents of a batch
+    def _getitems(self, indices: Sequence[int]) -> list[dict[str, np.ndarray]]:
+        # All documents of a batch are read at once.
         windows = [self.windows[index % len(self)] for index in indices]
         read = iter(self.documents._getitems([number for w in windows for number, _ in w]))
         return [self._window(w, read) for w in windows]
