@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import os
 import shlex
@@ -119,19 +120,21 @@ class PrepareArguments(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class InspectArguments(CheckedConfig):
-    """Show what a directory of tokens holds, and compare every file with its checksum."""
+    """Show what a directory of tokens holds, and compare every file with its checksum.
+
+    The SHA-256 of a split's tokens does not depend on the number and the format of their files: two
+    directories with the same one hold the same stream.
+    """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars data inspect data/books",
-        "maxmars data inspect data/books --compare data/other --no-verify",
+        "maxmars data inspect data/books --no-verify",
     )
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """A directory that `prepare` made, on a disk or gs://BUCKET/PATH, or tokens of nanoGPT,
     build-nanogpt or llm.c, as `maxmars train` reads them."""
-    compare: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Tell whether this directory holds the same stream of tokens; exit with 1 if not."""
     verify: bool = True
-    """Compare the files with their checksums, which reads all of them."""
+    """Compare the files with their checksums, and hash the tokens of each split: both read all."""
 
 
 def preparation_of(arguments: PrepareArguments) -> Preparation:
@@ -238,69 +241,34 @@ def _parse_tasks(tasks: str) -> tuple[int, int]:
 
 
 def _inspect(arguments: InspectArguments) -> int:
-    path, compare = arguments.path, arguments.compare
-    directory, other = resolve(path), None if compare is None else resolve(compare)
-    described = {root: _metadata_of(root) for root in (directory, other) if root}
-    if arguments.verify:
-        for root, metadata in described.items():
-            if metadata is None:
-                print(f"{root}: files of another program, without checksums to compare")
-            else:
-                _verify(root, metadata)
-                print(f"{root}: every file matches its checksum")
+    path = arguments.path
+    directory = resolve(path)
+    metadata = _metadata_of(directory)
+    if arguments.verify and metadata is None:
+        print(f"{directory}: files of another program, without checksums to compare")
+    elif arguments.verify and metadata is not None:
+        _verify(directory, metadata)
+        print(f"{directory}: every file matches its checksum")
     splits = dict(_open_splits(directory))
-    _print_summary(directory, described[directory], splits)
-    if other is None:
-        tokens = {name: stream.num_tokens for name, stream in splits.items()}
-        print(_training(path, tokens, next(iter(splits.values())).tokenizer))
-        return 0
-    rows = differences(directory, other)
-    if not rows:
-        print(f"{path} and {compare} hold the same tokens")
-        return 0
-    print(f"{path} and {compare} differ:", *rows, sep="\n  ")
-    return 1
+    _print_summary(directory, metadata, splits)
+    if arguments.verify:
+        for name, stream in splits.items():
+            print(f"SHA-256 of the tokens of {name}: {sha256_of_tokens(stream)}")
+    tokens = {name: stream.num_tokens for name, stream in splits.items()}
+    print(_training(path, tokens, next(iter(splits.values())).tokenizer))
+    return 0
 
 
-def differences(one: Workdir, other: Workdir) -> list[str]:
-    """How the streams of tokens in two directories differ; empty if they are the same.
-
-    The number and format of the files do not matter. Files are compared by checksum where both
-    directories cut the stream alike, else token by token.
-    """
-    metadata = _metadata_of(one), _metadata_of(other)
-    ours, theirs = dict(_open_splits(one)), dict(_open_splits(other))
-    rows = []
-    for name in ("tokenizer", "tokenizer_digest", "vocab_size"):
-        values = [getattr(next(iter(splits.values())), name) for splits in (ours, theirs)]
-        if values[0] != values[1] and None not in values:  # not every format has the digest
-            rows.append(f"{name}: {values[0]!r} and {values[1]!r}")
-    if ours.keys() != theirs.keys():
-        rows.append(f"splits: {', '.join(ours)} and {', '.join(theirs)}")
-    for name in ours.keys() & theirs.keys():
-        counts = ours[name].num_tokens, theirs[name].num_tokens
-        if counts[0] != counts[1]:
-            rows.append(f"tokens of {name}: {counts[0]:,} and {counts[1]:,}")
-        cuts = [meta and (meta.dtype, meta.splits[name].shards) for meta in metadata]
-        if cuts[0] is not None and cuts[0] == cuts[1]:
-            continue
-        token = _first_difference(ours[name], theirs[name], name)
-        if token is not None:
-            rows.append(f"{name} from token {token:,} on")
-    return sorted(rows)
-
-
-def _first_difference(one: TokenStream, other: TokenStream, split: str) -> int | None:
-    """The first place where two streams differ before the shorter one ends; None if nowhere."""
-    length = min(one.num_tokens, other.num_tokens)
+def sha256_of_tokens(stream: TokenStream) -> str:
+    """SHA-256, in hex, of a split's tokens as little-endian uint32, one after the other: of the
+    same tokens the same, whatever the number and the format of their files."""
+    sha = hashlib.sha256()
     with Progress(stderr=True) as status:
-        for start in range(0, length, _BLOCK_TOKENS):
-            status.update(f"comparing {split}: {start / length:.0%}")
-            count = min(_BLOCK_TOKENS, length - start)
-            unequal = one.read(start, count) != other.read(start, count)
-            if unequal.any():
-                return start + int(np.argmax(unequal))
-    return None
+        for start in range(0, stream.num_tokens, _BLOCK_TOKENS):
+            status.update(f"hashing the tokens of {stream.split}", start, stream.num_tokens)
+            count = min(_BLOCK_TOKENS, stream.num_tokens - start)
+            sha.update(stream.read(start, count).astype("<u4").tobytes())
+    return sha.hexdigest()
 
 
 def _metadata_of(directory: Workdir) -> Metadata | None:

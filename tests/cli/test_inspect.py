@@ -1,12 +1,13 @@
+import hashlib
+import re
 import shlex
 
 import numpy as np
 import pytest
 import tokenizers
-from token_directories import write_llm_c, write_nanogpt
+from token_directories import write_llm_c, write_nanogpt, write_shards
 
 from maxmars.cli import main
-from maxmars.cli.data import differences
 from maxmars.data.metadata import read_metadata
 from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import ByteTokenizer
@@ -98,24 +99,34 @@ def test_damage_is_named(directory, capsys, name):
     assert f"lacks {name}" in text
 
 
-def test_streams_are_compared_whatever_their_files(directory, tmp_path, capsys):
-    same = run(tmp_path / "same", task_bytes=700)
-    code, text = inspect(capsys, directory, "--compare", same)
-    assert code == 0
-    assert "same tokens" in text
-    assert differences(same, directory) == []
-    changed = [(name, text.replace("0250", "025!")) for name, text in DOCUMENTS]
-    other = run(tmp_path / "other", changed)
-    code, text = inspect(capsys, directory, "--compare", other)
-    assert code == 1
-    (difference,) = differences(directory, other)
-    assert difference in text
-    token = difference.removeprefix("train from token ").removesuffix(" on").replace(",", "")
-    assert int(token) % 21 == 3
-    longer = run(tmp_path / "longer", [*DOCUMENTS, ("last", "last")])
-    assert [line.partition(":")[0] for line in differences(directory, longer)] == (
-        ["tokens of train"]
-    )
+def digests(text):
+    """What inspect prints of the tokens of each split."""
+    return re.findall(r"^SHA-256 of the tokens of (\w+): ([0-9a-f]{64})$", text, re.MULTILINE)
+
+
+def test_the_digest_of_tokens_is_the_same_whatever_their_files(tmp_path, capsys):
+    train, val = np.arange(5000) % 300, np.arange(600) % 300
+    write_nanogpt(tmp_path / "nanogpt", train, val)
+    write_llm_c(tmp_path / "llm.c" / "books_val_000000.bin", val)
+    for i, tokens in enumerate(np.split(train, [400])):
+        write_llm_c(tmp_path / "llm.c" / f"books_train_{i:06d}.bin", tokens)
+    for name, dtype in (("16", "uint16"), ("32", "uint32")):
+        options = {"dtype": dtype, "tokenizer": "gpt2", "vocab_size": 50257}
+        write_shards(tmp_path / name, train, val, **options)
+    expected = [
+        (split, hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest())
+        for split, tokens in (("train", train), ("val", val))
+    ]
+    for name in ("nanogpt", "llm.c", "32", "16"):
+        code, text = inspect(capsys, tmp_path / name)
+        assert code == 0, text
+        assert digests(text) == expected
+    train[300] += 1
+    write_nanogpt(tmp_path / "other", train, val)
+    other = digests(inspect(capsys, tmp_path / "other")[1])
+    assert other[0] != expected[0]
+    assert other[1] == expected[1]
+    assert digests(inspect(capsys, tmp_path / "other", "--no-verify")[1]) == []
 
 
 def test_no_such_directory(tmp_path, capsys):
@@ -145,6 +156,3 @@ def test_files_of_other_programs(tmp_path, capsys):
     assert ["train", "899", "2"] in rows
     assert ["val", "70", "1"] in rows
     assert f"quickstart:data={tmp_path / 'llm.c'} " in text.splitlines()[-1]
-    code, text = inspect(capsys, tmp_path / "nanogpt", "--compare", tmp_path / "llm.c")
-    assert code == 1
-    assert "tokens of train: 900 and 899" in text
