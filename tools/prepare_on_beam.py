@@ -24,7 +24,7 @@ import sys
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from maxmars.cli.data import PrepareArguments, preparation_of
+from maxmars.cli.data import PrepareArguments, preparation_of, training_command
 from maxmars.cli.parse import parse_options
 
 
@@ -39,8 +39,10 @@ def main() -> None:
     with beam.Pipeline(options=PipelineOptions(words[end + 1 :])) as pipeline:
         numbers = pipeline | beam.Create(range(len(preparation.tasks))) | beam.Reshuffle()
         _ = numbers | beam.Map(preparation.run_task)
-    preparation.finish()
-    print(f"next: maxmars train quickstart:data={arguments.out}")
+    metadata = preparation.finish()
+    assert metadata is not None  # all tasks are done
+    tokens = {name: split.num_tokens for name, split in metadata.splits.items()}
+    print(training_command(arguments.out, tokens, metadata.tokenizer))
 
 
 if __name__ == "__main__":

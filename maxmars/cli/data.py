@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import os
@@ -55,7 +56,7 @@ class PrepareArguments(CheckedConfig):
                                 .json, .csv, .tsv, .parquet, .arrow (each line,
                                 element or row is one); .gz, .bz2, .xz, .zst of
                                 them; also of gs://BUCKET; quote globs
-      openwebtext, fineweb-edu, c4, wikitext-103
+      openwebtext, fineweb-edu, c4, wikitext-103 (each with :split)
                                 these datasets of the Hugging Face hub (tested
                                 only against a local imitation of the hub)
       hf:REPO[:config][:split]  a Hugging Face dataset, streamed, or a local
@@ -75,6 +76,7 @@ class PrepareArguments(CheckedConfig):
         "document-separator",
         "skip-bad",
         "validation-fraction",
+        "validation",
         "workers",
         "tasks",
     )
@@ -86,9 +88,12 @@ class PrepareArguments(CheckedConfig):
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|gpt2|FILE.json")] = "byte"
     """`byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json."""
     validation_fraction: Fraction | None = None
-    """Share to hold out for validation; None is 0.1, of the large datasets above less. Of fewer
-    than 100 files that are texts, or below 100 MB together, the end of each is held out; else, a
-    hash of its name and its place in its file decides whether a document is."""
+    """Share to hold out for validation; None is 0.1, of the large datasets above less. Of each .txt
+    the end is held out; of other files and datasets the documents that a hash of their names says.
+    """
+    validation: Annotated[str | None, tyro.conf.arg(metavar="SOURCE")] = None
+    """Take the validation split from here, and all of the first SOURCE for training: the dataset's
+    own split (`c4:validation`, hf:REPO:CONFIG:test), or other files."""
     text_field: str | None = None
     """Where the text is in a line or row: a field, or one within a field as in `document.text`;
     None is `text`, or what the dataset above has."""
@@ -144,24 +149,36 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
 
     source, separator = arguments.source, arguments.document_separator
     fraction = arguments.validation_fraction
+    held_out = arguments.validation
     if fraction is None:
-        fraction = PRESETS[source].validation_fraction if source in PRESETS else 0.1
+        preset = PRESETS.get(source.partition(":")[0])
+        fraction = 0.1 if preset is None else preset.validation_fraction
+    elif held_out is not None:
+        raise UsageError(
+            f"--validation {held_out} is the validation split; leave out --validation-fraction."
+        )
+    if held_out is not None:
+        fraction = 0.0
+    open_ = functools.partial(
+        open_corpus,
+        text_field=arguments.text_field,
+        data_dir=arguments.data_dir,
+        separator=separator and separator.replace("\\n", "\n").replace("\\t", "\t"),
+    )
     return Preparation(
-        corpus=open_corpus(
-            source,
-            text_field=arguments.text_field,
-            data_dir=arguments.data_dir,
-            separator=separator and separator.replace("\\n", "\n").replace("\\t", "\t"),
-        ),
+        corpus=open_(source),
+        validation=None if held_out is None else open_(held_out),
         out=resolve(arguments.out),
         tokenizer=load(arguments.tokenizer, eot_token=arguments.eot_token),
-        source=source,
+        source=source if held_out is None else f"{source}, validation {held_out}",
         validation_fraction=fraction,
         shard_tokens=arguments.shard_tokens,
         task_bytes=arguments.task_bytes,
         allow_lossy=arguments.allow_lossy,
         skip_bad=arguments.skip_bad,
-        command=_command(replace(arguments, validation_fraction=fraction)),
+        command=_command(
+            arguments if held_out else replace(arguments, validation_fraction=fraction)
+        ),
     )
 
 
@@ -194,11 +211,11 @@ def _prepare(arguments: PrepareArguments) -> int:
     if metadata.skipped is not None:
         print(f"left out {metadata.skipped}")
     tokens = {name: split.num_tokens for name, split in metadata.splits.items()}
-    print(_training(arguments.out, tokens, metadata.tokenizer))
+    print(training_command(arguments.out, tokens, metadata.tokenizer))
     return 0
 
 
-def _training(path: str, tokens: Mapping[str, int], tokenizer: str) -> str:
+def training_command(path: str, tokens: Mapping[str, int], tokenizer: str) -> str:
     """The line that names the command that trains a model of fitting size.
 
     Args:
@@ -226,7 +243,7 @@ def _command(arguments: PrepareArguments) -> str:
     words = ["maxmars", "data", "prepare", arguments.source, arguments.out]
     for field in fields(arguments):
         value, option = getattr(arguments, field.name), f"--{field.name.replace('_', '-')}"
-        if field.name in _RECORDED_ALWAYS or (
+        if (field.name in _RECORDED_ALWAYS and value is not None) or (
             field.name not in _NOT_RECORDED and value != field.default
         ):
             words += [option] if value is True else [option, str(value)]
@@ -255,7 +272,7 @@ def _inspect(arguments: InspectArguments) -> int:
         for name, stream in splits.items():
             print(f"SHA-256 of the tokens of {name}: {sha256_of_tokens(stream)}")
     tokens = {name: stream.num_tokens for name, stream in splits.items()}
-    print(_training(path, tokens, next(iter(splits.values())).tokenizer))
+    print(training_command(path, tokens, next(iter(splits.values())).tokenizer))
     return 0
 
 

@@ -21,7 +21,6 @@ import sysconfig
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,6 @@ _ENDING = re.compile(
     "({})({})?$".format(*("|".join(map(re.escape, names)) for names in (KINDS, COMPRESSIONS))), re.I
 )
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-_SMALL_BYTES = 100_000_000
 
 
 @dataclass(frozen=True)
@@ -125,19 +123,18 @@ class Corpus(abc.ABC):
         """Whether a stretch of a file, or of the documents in it, can be read by itself."""
         return self.is_text(file)
 
-    @property
-    def is_small(self) -> bool:
-        """Whether each file may be read twice, so that any `Stretch.share` of its documents can be
-        read."""
-        sizes = [size for size in self.num_bytes if size is not None]
-        return len(sizes) == len(self.num_bytes) and sum(sizes) < _SMALL_BYTES
+    def has_tail(self, file: int) -> bool:
+        """Whether the end of a file is for validation, and not documents by a hash of their names;
+        then any `Stretch.share` of it can be read."""
+        del file
+        return False
 
     @abc.abstractmethod
     def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
         """The documents of a stretch.
 
         Args:
-          stretch: which; a share of a file needs `is_text` or `is_small`.
+          stretch: which; a share of a file needs `has_tail`.
           on_bad: is told of each bad line or row, and raises or leaves it out.
 
         Raises:
@@ -150,7 +147,7 @@ class Corpus(abc.ABC):
 
 
 class Texts(Corpus):
-    """Texts in memory, each as a file: pairs (name, text)."""
+    """Texts in memory: pairs (name, text)."""
 
     def __init__(self, documents: Iterable[tuple[str, str]]) -> None:
         self._documents = list(documents)
@@ -158,11 +155,9 @@ class Texts(Corpus):
         self.num_bytes = [len(text.encode("utf-8", "replace")) for _, text in self._documents]
         self.fingerprint = _digest(f"{name}\0{text}" for name, text in self._documents)
 
-    def is_text(self, file: int) -> bool:
-        return True
-
     def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
-        yield _stretch_of(*self._documents[stretch.file], stretch)
+        name, text = self._documents[stretch.file]
+        yield Document(name, (text,))
 
 
 class TextFiles(Corpus):
@@ -221,6 +216,9 @@ class TextFiles(Corpus):
     def is_text(self, file: int) -> bool:
         return self._is_one_text(file) and not self._kinds[file][1]
 
+    def has_tail(self, file: int) -> bool:
+        return self._is_one_text(file)
+
     def is_divisible(self, file: int) -> bool:
         kind, compression = self._kinds[file]
         if kind in TEXT:  # where the next separator is must not depend on where one looks from
@@ -236,23 +234,15 @@ class TextFiles(Corpus):
             if self._is_one_text(stretch.file):
                 yield from self._read_text(path, name, stretch)
                 return
-            rows = partial(
-                rows_of,
+            rows = rows_of(
                 lambda: _open(path),
                 path,
+                stretch.of if stretch.count > 1 else None,
                 field=self._text_field,
                 separator=self._separator,
             )
-            wanted, is_only = rows(stretch.of if stretch.count > 1 else None), False
-            if not stretch.is_of_whole:
-                count = sum(1 for _ in rows(None))  # which reads no text
-                is_only = count == 1
-                wanted = itertools.islice(rows(None), *((0, 1) if is_only else stretch.of(count)))
-                if is_only and (stretch.share[0], stretch.number) != (0.0, 0):
-                    on_bad = _leave_out  # the stretch that begins the file has told of its row
-            for place, text in texts_of(wanted, path, on_bad):
-                whole = Document(f"{name}:{place}", (text,))
-                yield _stretch_of(whole.name, text, stretch) if is_only else whole
+            for place, text in texts_of(rows, path, on_bad):
+                yield Document(f"{name}:{place}", (text,))
 
     def _read_text(self, path: str, name: str, stretch: Stretch) -> Iterator[Document]:
         """The text of a file that is one document."""
@@ -261,8 +251,8 @@ class TextFiles(Corpus):
             if self.is_text(stretch.file):
                 start, end = _bounds_in_text(raw, self._sizes[stretch.file], stretch)
                 raw.seek(start)
-            elif not stretch.is_of_whole:  # it is compressed, and small
-                yield _stretch_of(name, "".join(_decoded(file, path, 0, None)), stretch)
+            elif not stretch.is_of_whole:  # it is compressed: its end is known when all is read
+                yield part_of(name, "".join(_decoded(file, path, 0, None)), stretch)
                 return
             yield Document(name, _decoded(file, path, start, end), *_ends(stretch))
 
@@ -307,7 +297,7 @@ class PythonSources(Corpus):
         """The text of a file, if it is UTF-8."""
         name = self.files[stretch.file]
         with contextlib.suppress(UnicodeDecodeError, OSError):
-            yield _stretch_of(name, (self._root / name).read_bytes().decode(), stretch)
+            yield part_of(name, (self._root / name).read_bytes().decode(), stretch)
 
 
 def _matches(pattern: str) -> dict[str, tuple[int, str]]:
@@ -398,16 +388,12 @@ def _reporting(path: str) -> Generator[None]:
             raise
 
 
-def _leave_out(error: ValueError) -> None:
-    """Leaves out a bad row, and tells nobody."""
-
-
 def _ends(stretch: Stretch) -> tuple[bool, bool]:
     """Whether a stretch begins its share of a text, which is a document of its own, and ends it."""
     return stretch.number == 0, stretch.number == stretch.count - 1
 
 
-def _stretch_of(name: str, text: str, stretch: Stretch) -> Document:
+def part_of(name: str, text: str, stretch: Stretch) -> Document:
     """What of a text belongs to a stretch."""
     if stretch.is_of_whole and stretch.count == 1:
         return Document(name, (text,))

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -73,8 +73,8 @@ def open_corpus(
     """The corpus that `maxmars data prepare SOURCE` means.
 
     Args:
-      source: `tfds:NAME[:split]`, `hf:REPO[:config][:split]`, a name of `PRESETS`, `python`, or a
-        path or glob of files, also of `gs://`.
+      source: `tfds:NAME[:split]`, `hf:REPO[:config][:split]`, `NAME[:split]` of `PRESETS`,
+        `python`, or a path or glob of files, also of `gs://`.
       text_field: where the text is; by default `text`, or what the preset says.
       data_dir: where TFDS finds its datasets.
       separator: what stands between the documents of a `.txt`; None takes the file as one.
@@ -86,7 +86,7 @@ def open_corpus(
     """
     kind, _, rest = source.partition(":")
     if separator is not None and (
-        not separator or source in ("python", *PRESETS) or kind in ("hf", "tfds")
+        not separator or source == "python" or kind in ("hf", "tfds", *PRESETS)
     ):
         raise ValueError(
             f"the document separator {separator!r} must be what stands between the documents of "
@@ -100,8 +100,9 @@ def open_corpus(
             raise ValueError(f"{source!r} is no TFDS dataset; write tfds:NAME[:split].")
         name, split = match.groups("train")
         return TfdsCorpus(name, split, text_field=text_field or "text", data_dir=data_dir)
-    if source in PRESETS:
-        preset = PRESETS[source]
+    if kind in PRESETS:
+        preset = PRESETS[kind]
+        preset = replace(preset, split=rest or preset.split)
         return HubCorpus(preset, text_field=text_field or preset.text_field)
     if kind == "hf" and rest:
         dataset = _hub_dataset(rest)

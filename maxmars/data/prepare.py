@@ -49,7 +49,7 @@ from maxmars.data.metadata import (
     write_metadata,
 )
 from maxmars.data.rows import Skipped
-from maxmars.data.tasks import SPLITS, Recipe, write_task
+from maxmars.data.tasks import SPLITS, Fill, Recipe, write_task
 from maxmars.data.tokenizer import ByteTokenizer, Loss, save
 from maxmars.data.workers import work_through
 from maxmars.distributed.files import (
@@ -66,6 +66,7 @@ from maxmars.distributed.files import (
 )
 from maxmars.distributed.progress import Progress
 
+_PLAN_VERSION = 4  # of the rules by which text becomes tasks and splits
 _TASKS = "tasks"
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})_\d+(_\d+)?\.bin")
 _OURS = re.compile(rf"{_SHARD.pattern}|({'|'.join(SPLITS)})_documents\.bin")
@@ -111,17 +112,18 @@ def prepare(
 class Preparation(Recipe):
     """A directory of tokens in the making. Processes share it by pickle, or make it anew.
 
-    Every document is followed by the end-of-text token; empty ones are left out. Of fewer than
-    `tasks.MIN_FILES_TO_HASH` files, which are texts or together small (`Corpus.is_small`), the end
-    of each is for validation; else a hash of its name says whether a document is.
+    Every document is followed by the end-of-text token; empty ones are left out. For validation are
+    the end of each `.txt`, and of other files the documents that a hash of their names says; or all
+    of another corpus.
     """
 
     @functools.cached_property
     def _plan(self) -> str:
         fields = {
-            "version": VERSION,
+            "version": _PLAN_VERSION,
             "source": self.source,
             "corpus": self.corpus.fingerprint,
+            "validation": None if self.validation is None else self.validation.fingerprint,
             "tokenizer": self.tokenizer.name,
             "tokenizer_digest": self.tokenizer.digest,
             "validation_fraction": self.validation_fraction,
@@ -240,14 +242,21 @@ class Preparation(Recipe):
         if self._read_record(number) is not None:
             return
         with self._unless_finished():
-            record = write_task(self, number, check=self._check_plan, report=report)
-            for split, described in record["splits"].items():
-                starts = described.pop("starts")
-                described["num_starts"] = len(starts)
-                if len(starts):
-                    write_bytes(self._starts(number, split), starts.tobytes())
-            record["plan"] = self._plan_digest
-            write_text(self._record(number), json.dumps(record) + "\n")
+            self._do(number, report)
+
+    def _do(
+        self, number: int, report: Callable[[int], None], fill: Fill | None = None
+    ) -> dict[str, Any]:
+        """Write what a task makes, and its record, which is returned."""
+        record = write_task(self, number, check=self._check_plan, report=report, fill=fill)
+        for split, described in record["splits"].items():
+            starts = described.pop("starts")
+            described["num_starts"] = len(starts)
+            if len(starts):
+                write_bytes(self._starts(number, split), starts.tobytes())
+        record["plan"] = self._plan_digest
+        write_text(self._record(number), json.dumps(record) + "\n")
+        return record
 
     def finish(self) -> Metadata | None:
         """Describe what the tasks have written, if all are done. Any process may call it.
@@ -275,6 +284,8 @@ class Preparation(Recipe):
             (read_as(Skipped, record["skipped"]) for record in records.values()), Skipped()
         )
         skipped.refuse_over(self.skip_bad)
+        if self.validation_fraction:
+            self._fill(records)
         splits = {split: self._join(split, records) for split in SPLITS}
         splits = {name: split for name, split in splits.items() if split.num_tokens}
         self._check_splits(splits)
@@ -293,6 +304,24 @@ class Preparation(Recipe):
         )
         write_metadata(self.out, metadata)
         return True
+
+    def _fill(self, records: Records) -> None:
+        """Do the last task with documents again where all these are of one split, so that the other
+        split gets the last of them."""
+        counts = {
+            split: sum(record["splits"][split]["num_documents"] for record in records.values())
+            for split in SPLITS
+        }
+        empty = [split for split in SPLITS if not counts[split]]
+        if len(empty) != 1:
+            return
+        (split,) = set(SPLITS) - set(empty)
+        number = max(n for n, r in records.items() if r["splits"][split]["num_documents"])
+        fill = Fill(split=empty[0], is_only=counts[split] == 1)
+        before = _shards(records[number])
+        records[number] = self._do(number, lambda num_bytes: None, fill)
+        for name in before - _shards(records[number]):
+            _delete(self.out / name)
 
     # --- Where a preparation stands --------------------------------------------------------------
 
@@ -355,11 +384,11 @@ class Preparation(Recipe):
         except ValueError:
             earlier = {}
         now = json.loads(self._plan)
-        if earlier.get("version") != VERSION:
+        if earlier.get("version") != _PLAN_VERSION:
             return (
                 f"{self.out} holds an unfinished preparation of another version of maxmars, with "
-                f"plan.json of version {earlier.get('version')} and not {VERSION}; finish it with "
-                "that one, or delete that directory to start anew."
+                f"plan.json of version {earlier.get('version')} and not {_PLAN_VERSION}; finish it "
+                "with that one, or delete that directory to start anew."
             )
         differences = ", ".join(
             f"{name} was {_shortened(earlier.get(name))}, now {_shortened(now[name])}"
@@ -416,7 +445,8 @@ class Preparation(Recipe):
         )
 
     def _check_splits(self, splits: Mapping[str, Split]) -> None:
-        for split in SPLITS if self.validation_fraction else SPLITS[:1]:
+        is_one = not self.validation_fraction and self.validation is None
+        for split in SPLITS[:1] if is_one else SPLITS:
             if split not in splits:
                 self._discard()
                 raise ValueError(
@@ -442,6 +472,11 @@ class Preparation(Recipe):
             _delete(self.out / name)
         _delete_all(self.out / _TASKS)
         _delete(self.out / PLAN)
+
+
+def _shards(record: dict[str, Any]) -> set[str]:
+    """Names of the files that a task has written."""
+    return {shard["file"] for split in record["splits"].values() for shard in split["shards"]}
 
 
 def _is_plan(text: str | None) -> bool:

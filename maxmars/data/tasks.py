@@ -15,7 +15,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ import fsspec
 import numpy as np
 
 from maxmars.config.errors import in_words
-from maxmars.data.corpus import Corpus, Document, Stretch
+from maxmars.data.corpus import Corpus, Document, Stretch, part_of
 from maxmars.data.metadata import Shard
 from maxmars.data.rows import Skipped
 from maxmars.data.tokenizer import Loss, Tokenizer
@@ -36,8 +36,6 @@ except ImportError:
 
 SPLITS = ("train", "val")
 SHARD_TOKENS = 100_000_000
-MIN_FILES_TO_HASH = 100
-"""With fewer files, validation takes the end of each, if they are texts or a small corpus."""
 _TASKS_WANTED = 256
 _TASK_BYTES = (8_000_000, 256_000_000)
 _PIECE_CHARACTERS = 1 << 19
@@ -52,6 +50,8 @@ class Task:
     stretches: tuple[Stretch, ...]
     num_bytes: int | None
     """Of text, about; None where nobody knows."""
+    is_validation: bool = False
+    """Whether it is of the corpus that is all for validation."""
 
 
 def divide(corpus: Corpus, *, task_bytes: int | None, validation_fraction: float) -> list[Task]:
@@ -67,13 +67,11 @@ def divide(corpus: Corpus, *, task_bytes: int | None, validation_fraction: float
     if task_bytes is None:
         total = sum(size or 0 for size in corpus.num_bytes)
         task_bytes = min(max(total // _TASKS_WANTED, _TASK_BYTES[0]), _TASK_BYTES[1])
-    shares = [(0.0, 1.0)]
-    has_ends = corpus.is_small or all(map(corpus.is_text, range(len(corpus.files))))
-    if validation_fraction and has_ends and len(corpus.files) < MIN_FILES_TO_HASH:
-        shares = [(0.0, 1 - validation_fraction), (1 - validation_fraction, 1.0)]
+    cut = 1 - validation_fraction
     tasks, stretches, size = [], [], 0
     for file, file_bytes in enumerate(corpus.num_bytes):
-        for share in shares:
+        has_tail = validation_fraction and corpus.has_tail(file)
+        for share in [(0.0, cut), (cut, 1.0)] if has_tail else [(0.0, 1.0)]:
             num_bytes = (file_bytes or 0) * (share[1] - share[0])
             count = max(math.ceil(num_bytes / task_bytes), 1) if corpus.is_divisible(file) else 1
             for number in range(count):
@@ -89,8 +87,8 @@ def divide(corpus: Corpus, *, task_bytes: int | None, validation_fraction: float
 
 
 def split_of(document: Document, stretch: Stretch, validation_fraction: float) -> str:
-    """The split of a document: that of its stretch or, where files are read whole, that of a
-    hash of the document's name."""
+    """The split of a document: that of its stretch, where the end of its file is held out, or that
+    of a hash of its name."""
     if not stretch.is_of_whole:
         return SPLITS[stretch.share[0] > 0]
     digest = hashlib.sha256(document.name.encode("utf-8", "backslashreplace")).digest()
@@ -111,7 +109,10 @@ class Recipe:
     source: str
     """Where the text is from, in words; recorded."""
     validation_fraction: float = 0.1
-    """Share of the documents, or of each file, for validation, in [0, 1)."""
+    """Share of each file that `Corpus.has_tail`, and of the other documents, for validation, in [0,
+    1). Where it is not 0, both splits get something of two documents or of one of several lines."""
+    validation: Corpus | None = None
+    """Documents that are all for validation, with a `validation_fraction` of 0."""
     shard_tokens: int = SHARD_TOKENS
     """Tokens a file at most."""
     task_bytes: int | None = None
@@ -126,6 +127,11 @@ class Recipe:
     def __post_init__(self) -> None:
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation_fraction={self.validation_fraction} must lie in [0, 1).")
+        if self.validation is not None and self.validation_fraction:
+            raise ValueError(
+                f"validation_fraction={self.validation_fraction} must be 0 where validation has "
+                "documents of its own."
+            )
         for name in ("shard_tokens", "task_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -134,11 +140,12 @@ class Recipe:
     @functools.cached_property
     def tasks(self) -> list[Task]:
         """The work; the number of a task is its place in this list."""
-        return divide(
-            self.corpus,
-            task_bytes=self.task_bytes,
-            validation_fraction=self.validation_fraction,
-        )
+        fraction, size = self.validation_fraction, self.task_bytes
+        tasks = divide(self.corpus, task_bytes=size, validation_fraction=fraction)
+        if self.validation is not None:
+            held_out = divide(self.validation, task_bytes=size, validation_fraction=0.0)
+            tasks += [replace(task, is_validation=True) for task in held_out]
+        return tasks
 
     @property
     def dtype(self) -> Literal["uint16", "uint32"]:
@@ -146,8 +153,31 @@ class Recipe:
         return "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fill:
+    """A split that would stay empty, and gets the last document that a task has."""
+
+    split: str
+    is_only: bool
+    """Whether this document is the only one of the corpus. The split then gets a part of it."""
+
+    def parts(self, document: Document, fraction: float) -> Iterator[tuple[Document, str]]:
+        """The document, whole or in two parts, and the split of each."""
+        if not self.is_only:
+            yield document, self.split
+            return
+        cut, text = 1 - fraction, "".join(document.blocks)
+        for split, share in (("train", (0.0, cut)), ("val", (cut, 1.0))):
+            yield part_of(document.name, text, Stretch(0, share=share)), split
+
+
 def write_task(
-    recipe: Recipe, number: int, *, check: Callable[[], None], report: Callable[[int], None]
+    recipe: Recipe,
+    number: int,
+    *,
+    check: Callable[[], None],
+    report: Callable[[int], None],
+    fill: Fill | None = None,
 ) -> dict[str, Any]:
     """Write the shards of a task under temporary names, and rename them at the end.
 
@@ -156,6 +186,7 @@ def write_task(
       number: of the task.
       check: called before any file gets its name; may raise.
       report: called now and then with the bytes of text that have been tokenised since.
+      fill: the split that gets the last document of the task.
 
     Returns:
       The `loss` of the first texts, `skipped`, and for each split `num_tokens`, `num_documents`
@@ -166,6 +197,9 @@ def write_task(
       ValueError: a file of the corpus is damaged, or the tokenizer cannot spell its text.
     """
     task, tokenizer = recipe.tasks[number], recipe.tokenizer
+    corpus = (recipe.validation if task.is_validation else None) or recipe.corpus
+    fraction = recipe.validation_fraction
+    waiting: Document | None = None  # the last one so far, where one has to fill a split
     loss, unchecked, skipped = Loss(), 0, Skipped()
 
     def on_bad(error: ValueError) -> None:
@@ -198,7 +232,7 @@ def write_task(
 
     def refuse_loss() -> None:
         if loss.share > _MOST_LOST and not recipe.allow_lossy:
-            first = recipe.corpus.files[task.stretches[0].file] or "it"
+            first = corpus.files[task.stretches[0].file] or "it"
             raise ValueError(
                 f"{tokenizer.name} cannot spell the text: of the first of {first}, {loss}. Train a "
                 "tokenizer with the whole alphabet of bytes, choose another --tokenizer, or go on "
@@ -219,8 +253,21 @@ def write_task(
         }
         for stretch in task.stretches:
             unchecked = max(_CHECKED_CHARACTERS // len(task.stretches), _LEAST_CHECKED)
-            for document in recipe.corpus.read(stretch, on_bad):
-                add(document, writers[split_of(document, stretch, recipe.validation_fraction)])
+            for document in corpus.read(stretch, on_bad):
+                split = "val" if task.is_validation else split_of(document, stretch, fraction)
+                is_whole = document.first and document.last
+                if fill and is_whole and split != fill.split:
+                    text = "".join(document.blocks)
+                    if not text:
+                        continue
+                    if waiting is not None:
+                        add(waiting, writers[split])
+                    waiting = replace(document, blocks=(text,))
+                else:
+                    add(document, writers[split])
+        if fill is not None and waiting is not None:
+            for part, split in fill.parts(waiting, fraction):
+                add(part, writers[split])
         refuse_loss()
         for writer in writers.values():
             writer.complete_shard()

@@ -14,7 +14,7 @@ import pytest
 import tokenizers
 from refusals import refused
 
-from maxmars.data.corpus import PythonSources, TextFiles, Texts
+from maxmars.data.corpus import PythonSources, Stretch, TextFiles, Texts
 from maxmars.data.metadata import read_metadata
 from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
 from maxmars.data.token_files import TokenShards
@@ -83,38 +83,38 @@ def write_rows(path, texts):
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-@pytest.mark.parametrize(
-    ("name", "count", "held_out"),
-    [
-        ("a.jsonl", 70, 7),
-        ("a.json", 5, 1),
-        ("a.csv", 2, 1),
-        ("a.txt", 5, 1),
-        ("a.parquet", 70, 7),
-        ("a.csv.gz", 5, 1),
-        ("a.txt.gz", 2, 1),
-    ],
-)
-def test_the_last_rows_of_each_file_of_a_small_corpus_are_held_out(tmp_path, name, count, held_out):
-    texts = [f"{i} is a row" for i in range(count)]
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "a.csv.gz"])
+def test_rows_are_held_out_by_a_hash_of_their_names(tmp_path, name):
+    texts = [f"{i} is a row" for i in range(70)]
     for folder in "ab":
         (tmp_path / folder).mkdir()
         write_rows(tmp_path / folder / name, texts)
     corpus = TextFiles([str(tmp_path / "*" / name)], separator="<|endoftext|>" * (".txt" in name))
+    names = [
+        (document.name, "".join(document.blocks))
+        for file in range(2)
+        for document in corpus.read(Stretch(file))
+    ]
     for task_bytes in (None, 300):
         out = tmp_path / f"out{task_bytes}"
         run(corpus, out, task_bytes=task_bytes)
-        assert pieces(read(out, "val")) == 2 * texts[-held_out:]
-        assert pieces(read(out, "train")) == 2 * texts[:-held_out]
+        val = [text for name, text in names if is_held_out(name, 0.1)]
+        assert val
+        assert pieces(read(out, "val")) == val
+        assert pieces(read(out, "train")) == [t for n, t in names if not is_held_out(n, 0.1)]
 
 
-def test_the_only_row_of_a_file_is_bad_once(tmp_path):
+def test_a_split_that_would_be_empty_gets_the_last_row(tmp_path):
     for i in range(3):
         field = "body" if i == 1 else "text"
         (tmp_path / f"{i}.json").write_text(json.dumps({field: f"{i} " * 20}))
     corpus = TextFiles([str(tmp_path / "*.json")])
-    assert run(corpus, tmp_path / "out", skip_bad=1).skipped.count == 1
-    assert pieces(read(tmp_path / "out", "val")) == ["0 0 ", "2 2 "]
+    for task_bytes in (None, 10):
+        out = tmp_path / f"out{task_bytes}"
+        assert run(corpus, out, task_bytes=task_bytes, skip_bad=1).skipped.count == 1
+        assert pieces(read(out, "val")) == ["2 " * 20]
+        shards = {s.file for split in read_metadata(out).splits.values() for s in split.shards}
+        assert shards == {p.name for p in out.glob("*_0*.bin")}
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt.gz"])
