@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import maxmars
-from maxmars.checkpoint.recorded_code import recorded_copy
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of, with_values
 from maxmars.config import TrainConfig, differences, from_dict, to_dict
@@ -39,6 +38,7 @@ from maxmars.distributed.files import (
     write_bytes,
     write_json,
 )
+from maxmars.distributed.recorded_code import recorded_copy
 
 COMPARISON = "compare.json"
 _ROWS = "rows.jsonl"

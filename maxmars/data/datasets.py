@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import hashlib
 import os
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int64
 
-from maxmars.config import Source, TokenDirectory, from_dict
+from maxmars.config import TokenDirectory, from_dict
 from maxmars.config.checks import require
 from maxmars.config.data import Packing
-from maxmars.config.user_code import with_sources
 from maxmars.data.batches import open_data
 from maxmars.data.formats import open_split
 from maxmars.data.metadata import AGAIN
@@ -24,15 +20,12 @@ from maxmars.data.token_files import TokenStream, digest_of
 from maxmars.data.tokenizer import end_of_text
 from maxmars.data.windows import Batch, SegmentedWindows, TokenWindows
 from maxmars.distributed.files import (
-    Workdir,
-    cache_directory,
-    is_remote,
     read_json,
     reporting,
     resolve,
-    write_bytes,
 )
 from maxmars.distributed.progress import Progress
+from maxmars.distributed.recorded_code import recorded_code
 from maxmars.distributed.workdir import CONFIG, DATA, SOURCES
 
 _BLOCK_TOKENS = 1 << 24
@@ -134,7 +127,7 @@ def examples(run: str | os.PathLike[str]) -> TokenDataset:
     if record is None:
         raise FileNotFoundError(f"{workdir / CONFIG} is missing: name the directory of a run.")
     config = from_dict(record)
-    data = with_sources(config.data, functools.partial(_kept, workdir))
+    data = recorded_code(config.data, workdir, SOURCES)
     tokens = open_data(data, "train", model=config.model)
     digest = tokens.digest()
     recorded = (read_json(workdir / DATA) or {}).get("digest", digest)
@@ -180,18 +173,3 @@ def _searched(stream: TokenStream, end: int) -> Int64[np.ndarray, " documents"]:
             ends.append(np.flatnonzero(stream.read(first, count) == end) + first + 1)
     starts = np.concatenate([[0], *ends])
     return starts[starts < stream.num_tokens]
-
-
-def _kept(workdir: Workdir, source: Source) -> Source:
-    """A function of a run's data in the copy of its file that the run keeps."""
-    copy = workdir / SOURCES / Path(source.file).name
-    text = copy.read_bytes() if copy.is_file() else b""
-    if hashlib.sha256(text).hexdigest() != source.sha256:
-        raise ValueError(
-            f"{copy} is not the file with the SHA-256 {source.sha256} that the run recorded, and "
-            "no other is executed; restore it."
-        )
-    if is_remote(copy):
-        copy = cache_directory() / "sources" / hashlib.sha256(text).hexdigest() / copy.name
-        write_bytes(copy, text)
-    return dataclasses.replace(source, file=str(copy))

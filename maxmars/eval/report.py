@@ -16,7 +16,6 @@ from rich.table import Table
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.environment import environment
-from maxmars.checkpoint.recorded_code import recorded_code
 from maxmars.config import DataConfig, EvalConfig, TrainConfig
 from maxmars.config.checks import require
 from maxmars.config.user_code import Source
@@ -27,6 +26,7 @@ from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import json_number, write_json
 from maxmars.distributed.progress import Progress
+from maxmars.distributed.recorded_code import recorded_code
 from maxmars.distributed.workdir import SOURCES
 from maxmars.eval.hellaswag import (
     HellaSwag,

@@ -24,7 +24,6 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.checkpoint import Checkpoint, candidates, find, load_params, read
-from maxmars.checkpoint.recorded_code import recorded_code
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, from_dict
 from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
@@ -41,6 +40,7 @@ from maxmars.distributed.files import (
     resolve,
 )
 from maxmars.distributed.progress import Progress
+from maxmars.distributed.recorded_code import recorded_code
 from maxmars.distributed.workdir import (
     CHECKPOINTS,
     CONFIG,

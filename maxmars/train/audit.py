@@ -25,7 +25,6 @@ from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
 from maxmars.checkpoint.reader import DamagedError
-from maxmars.checkpoint.recorded_code import recorded_code
 from maxmars.checkpoint.writer import Retention
 from maxmars.config import (
     CheckpointConfig,
@@ -37,6 +36,7 @@ from maxmars.config import (
 from maxmars.config.errors import about
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed.files import read_json, resolve
+from maxmars.distributed.recorded_code import recorded_code
 from maxmars.distributed.sharding import training_mesh
 from maxmars.distributed.workdir import (
     JOURNAL,
