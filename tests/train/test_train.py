@@ -98,6 +98,8 @@ def test_what_a_run_leaves_behind(finished):
         "train/learning_rate/vector",
         "train/grad_clip_fraction",
         "train/clip_fraction",
+        "train/first_example",
+        "train/num_examples",
         "train/skipped",
         "train/update_rms/linear",
         "train/update_rms/embedding",
