@@ -50,7 +50,7 @@ _VECTORS_KEPT = {"full": 1, "attention": 9, "dots": 11, None: 36}
 _VECTORS_KEPT_BY_GPUS = 18  # under None: 16.3 in GPT-2 small and 16.7 in XL, on an H200
 _VECTORS_AT_WORK = 30
 
-_LEAST_WIDTH_KEPT = 1280  # of GPT-2's sizes large; of smaller ones a TPU keeps nothing
+_LEAST_WIDTH_KEPT = 1600  # XL's; by the clock attention is slower at 768, faster at 1600
 
 
 def prepare(
@@ -184,7 +184,7 @@ def choose_memory(
     log: Callable[[str], None],
 ) -> TrainConfig:
     """The config with `model.remat` chosen, if it is `auto`, and `num_microbatches`, if it is None:
-    of `remat_rule` the first policy that fits by the estimate, in the fewest microbatches.
+    of `remat_rule` the first policy that fits by the estimate, and the fewest microbatches.
 
     Args:
       config: what to train; it fits the mesh, and `model.compute_dtype` is chosen.
@@ -203,7 +203,12 @@ def choose_memory(
         )
     usable = math.inf if memory_bytes is None else int(USABLE * memory_bytes)
     needed, chosen = 0, config
-    for remat, count in itertools.product(policies, counts):
+    choices = list(itertools.product(policies, counts))
+    if (
+        platform == "tpu"
+    ):  # each microbatch gathers the parameters anew, so few come before a policy
+        choices.sort(key=lambda choice: choice[1] or 1)
+    for remat, count in choices:
         chosen = dataclasses.replace(with_remat(config, remat), num_microbatches=count)
         needed = 0 if estimate is None else estimate(chosen)
         if needed <= usable:
@@ -222,8 +227,8 @@ def remat_rule(parameters: Parameters, platform: str) -> Sequence[Remat]:
     """The policies that `model.remat=auto` chooses from on a platform: the first that fits.
 
     By the clock, a TPU computes a narrow block again sooner than it writes and reads what it would
-    keep; from a width of 1280 on, attention and its inputs are worth keeping. A GPU computes as
-    little again as fits. See plan/README.md. A CPU computes nothing again.
+    keep; from XL's width on, attention and its inputs are worth keeping, but no further microbatch.
+    A GPU computes as little again as fits. See plan/README.md. A CPU computes nothing again.
     """
     policies, model = parameters.remat_policies, parameters.model
     match platform:

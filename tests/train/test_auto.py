@@ -135,10 +135,14 @@ def test_a_gpu_takes_more_microbatches_before_it_computes_again():
 
 @pytest.mark.seconds
 def test_a_tpu_keeps_attention_of_wide_models_where_it_fits():
-    wide = dataclasses.replace(AUTO_REMAT.model, embed_dim=1280, num_heads=20)
-    changes = {"model": wide, "global_batch_size": 8}
-    assert chosen_on("v5e:2x2", PLENTY, **changes).model.remat == "attention"
-    assert chosen_on("v5e:2x2", LITTLE, **changes).model.remat == "full"
+    wide = dataclasses.replace(AUTO_REMAT.model, embed_dim=1600, num_heads=25, max_seq_len=1024)
+    changes = {"model": wide, "global_batch_size": 64, "num_microbatches": None}
+    sizes = (PLENTY, *(int(2**34 * 0.7**k) for k in range(12)), LITTLE)
+    steps = [chosen_on("v5e:2x2", size, **changes) for size in sizes]
+    taken = [(step.model.remat, step.microbatches) for step in steps]
+    assert taken[0] == ("attention", 1)
+    assert ("full", 1) in taken  # before a second microbatch
+    assert taken[-1] == ("full", 16)
 
 
 def test_a_given_policy_stays_on_any_memory():
