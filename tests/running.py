@@ -132,3 +132,11 @@ def free_port():
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return server.getsockname()[1]
+
+
+def gpus_for_jax(folder, monkeypatch):
+    """Let this Python's JAX have a plugin for GPUs, which is never loaded."""
+    (folder / "plugin" / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    (folder / "plugin" / "jax_plugins" / "xla_cuda13" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(folder / "plugin")
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from markdown_pages import anchors_of, blocks_of, is_run, links_of
+from running import gpus_for_jax
 
 from maxmars.cli import COMMANDS, main
 from maxmars.cli.parse import parse_arguments
@@ -82,8 +83,9 @@ def flags_of(words: list[str]) -> dict[str, list[str]]:
     return flags
 
 
-def test_commands_have_these_flags(place, capsys):
+def test_commands_have_these_flags(place, tmp_path, monkeypatch, capsys):
     """Commands of one kind have the same options, which are looked at once: it takes a second."""
+    gpus_for_jax(tmp_path, monkeypatch)  # `launch slurm --gpus-per-node` wants them
     flags: dict[tuple[str, ...], dict[str, list[str]]] = {}
     shown: dict[tuple[str, ...], list[str]] = {}  # of a kind, its words before the options
     for (name, *_), (command, *rest) in MAXMARS.items():

@@ -204,9 +204,7 @@ def choose_memory(
     usable = math.inf if memory_bytes is None else int(USABLE * memory_bytes)
     needed, chosen = 0, config
     choices = list(itertools.product(policies, counts))
-    if (
-        platform == "tpu"
-    ):  # each microbatch gathers the parameters anew, so few come before a policy
+    if platform == "tpu":  # each microbatch gathers all parameters: the fewest come first
         choices.sort(key=lambda choice: choice[1] or 1)
     for remat, count in choices:
         chosen = dataclasses.replace(with_remat(config, remat), num_microbatches=count)

@@ -56,14 +56,6 @@ def program(path, text):
     path.chmod(0o755)
 
 
-def gpus_for_jax(folder, monkeypatch):
-    """Let this Python's JAX have a plugin for GPUs, which is never loaded."""
-    (folder / "plugin" / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
-    (folder / "plugin" / "jax_plugins" / "xla_cuda13" / "__init__.py").touch()
-    monkeypatch.syspath_prepend(folder / "plugin")
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-
-
 class FakeCloud:
     """A TPU of two hosts, at first not there, and `gcloud` on PATH."""
 

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from fake_cloud import gpus_for_jax, launch, with_options
+from fake_cloud import launch, with_options
+from running import gpus_for_jax
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
 LARGE_BATCH = str(Path(__file__).with_name("large_batch.py"))

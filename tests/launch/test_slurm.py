@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_cloud import gpus_for_jax, launch, program, with_options
+from fake_cloud import launch, program, with_options
+from running import gpus_for_jax
 
 from maxmars.config import load_config
 from maxmars.config.user_code import load_function, sources_in

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_cloud import gpus_for_jax, launch
+from fake_cloud import launch
 from jobset_rules import problems
+from running import gpus_for_jax
 
 from maxmars.launch.job import Job, PackedCheckout
 from maxmars.launch.tpu_vm import TpuOptions, host_script
