@@ -26,17 +26,13 @@ from etils import epath
 from flax.traverse_util import flatten_dict
 from jax.sharding import SingleDeviceSharding
 
-import maxmars
 from maxmars.checkpoint.digest import digest, from_plain, leaf_types, to_plain
-from maxmars.checkpoint.journal import recorded_code, with_recorded
 from maxmars.config import ModelConfig, TrainConfig, from_dict
-from maxmars.config.user_code import sources_in
 from maxmars.distributed import files, processes
 from maxmars.distributed.workdir import CHECKPOINTS
 
 FORMAT_VERSION = 3
-"""Formats 1 and 2 (maxmars 0.1) name some fields of the state and of the configuration differently.
-Their parameters and their model can be read; their runs cannot be continued."""
+"""Of what a checkpoint says of itself; others are refused."""
 
 Directory = str | os.PathLike[str]
 Result = TypeVar("Result")
@@ -73,9 +69,9 @@ class Checkpoint:
     data_position: int
     """Training examples consumed."""
     data_digest: str | None
-    """Digest of the data that the run read; None where none was recorded."""
+    """Digest of the data that the run read; None where no run wrote the checkpoint."""
     config: TrainConfig | ModelConfig
-    """Of the run; of the model alone if the format is older or no run wrote the checkpoint."""
+    """Of the run; of the model alone if no run wrote the checkpoint."""
     environment: dict[str, Any]
     """Versions, devices and mesh of the run that wrote it; see `environment.environment`."""
     types: dict[str, str]
@@ -88,8 +84,7 @@ class Checkpoint:
     """Trained on so far; with another batch size or length, a step may have had more or fewer."""
     journal: str | None
     """Hash of the line in the run's journal that tells of this save, see `train/README.md`; None
-    where no run wrote the checkpoint, or one of an older version."""
-    format_version: int
+    where no run wrote the checkpoint."""
 
     @property
     def model(self) -> ModelConfig:
@@ -104,16 +99,8 @@ class Checkpoint:
         """The configuration of the run, to continue it.
 
         Raises:
-          ValueError: the checkpoint has an older format, or holds the parameters of an imported
-            model.
+          ValueError: the checkpoint holds the parameters of an imported model.
         """
-        if self.format_version < FORMAT_VERSION:
-            raise ValueError(
-                f"{self.path} has format {self.format_version}, and this maxmars "
-                f"({maxmars.__version__}) continues runs of format {FORMAT_VERSION}. Start a new "
-                f"run from its weights with --init-from {self.path} and another --workdir, or "
-                f"continue it with {_code_of(self.environment)}."
-            )
         if not isinstance(self.config, TrainConfig):
             raise ValueError(
                 f"{self.path} holds the parameters of an imported model and no run that could be "
@@ -187,7 +174,7 @@ def candidates(directory: Directory, step: int | None = None) -> Iterator[Candid
 
     Raises:
       FileNotFoundError: there is no checkpoint, or none of `step`.
-      ValueError: every one is damaged, or a newer version of maxmars wrote one.
+      ValueError: every one is damaged, or another version of maxmars wrote one.
       OSError: the network or the store has failed.
     """
     root = resolve(directory)
@@ -437,7 +424,7 @@ def _read_checkpoint(path: Any) -> Checkpoint:
 
     Raises:
       DamagedError: it is missing or not what was written.
-      ValueError: a newer version of maxmars wrote it.
+      ValueError: another version of maxmars wrote it.
     """
 
     def read_meta() -> dict[str, Any]:
@@ -458,44 +445,47 @@ def _read_checkpoint(path: Any) -> Checkpoint:
     meta, damage = json.loads(processes.text_from_primary(attempt) or "")
     if damage is not None:
         raise DamagedError(damage)
-    version, config = meta["format_version"], meta["config"]
-    if version > FORMAT_VERSION:
-        raise ValueError(
-            f"{path} has format {version}, and this maxmars ({maxmars.__version__}) reads up to "
-            f"{FORMAT_VERSION}; update it, or take {_code_of(meta.get('environment', {}))}."
-        )
-    if version < FORMAT_VERSION:  # other fields than the model's may have had other names
-        config = config.get("model", config)
-    config = from_dict(config)
-    if any(source.sha256 is None for source in sources_in(config)):  # of an older maxmars
-        config = with_recorded(config, recorded_code(path.parent.parent))
-    model = config.model if isinstance(config, TrainConfig) else config
-    # What does not tell the tokens had examples of one length alone.
-    all_tokens = meta["data_position"] * model.max_seq_len
-    tokens = meta.get("tokens", meta.get("receipt", {}).get("tokens", all_tokens))
+    _check_version(path, meta)
     return Checkpoint(
         path=path,
         step=meta["step"],
         data_position=meta["data_position"],
-        data_digest=meta.get("data_digest"),
-        config=config,
-        environment=meta.get("environment", {}),
+        data_digest=meta["data_digest"],
+        config=from_dict(meta["config"]),
+        environment=meta["environment"],
         types={name: leaf["type"] for name, leaf in meta["leaves"].items()},
         digests={name: leaf["digest"] for name, leaf in meta["leaves"].items()},
         digest=meta["digest"],
-        tokens=tokens,
+        tokens=meta.get("tokens", 0),
         journal=meta.get("journal"),
-        format_version=version,
     )
 
 
-def _code_of(environment: dict[str, Any]) -> str:
-    """The code that wrote a checkpoint, and how to have it: no package index has maxmars."""
-    commit = (environment.get("git_commit") or "unknown").removesuffix("-dirty")
-    return (
-        f"the maxmars that wrote it, {environment.get('maxmars', '0.1')}: `git checkout {commit}` "
-        "in its repository"
-    )
+def _check_version(path: Any, meta: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another maxmars, whatever it is asked for.
+
+    Raises:
+      ValueError: it has another format, or a config of other fields; or a run before there were
+        journals wrote it.
+    """
+    problem, version = None, meta["format_version"]
+    if version != FORMAT_VERSION:
+        problem = f"this maxmars reads format {FORMAT_VERSION}"
+    elif meta["config"]["type"] == TrainConfig.__name__ and "journal" not in meta:
+        problem = "this maxmars reads checkpoints that name a line of their run's journal"
+    else:
+        try:
+            from_dict(meta["config"])
+        except ValueError as error:
+            problem = str(error).removesuffix(".")
+    if problem is not None:
+        environment = meta.get("environment", {})
+        commit = (environment.get("git_commit") or "unknown").removesuffix("-dirty")
+        raise ValueError(
+            f"{path} was written in format {version} by maxmars "
+            f"{environment.get('maxmars', '0.1')} of commit {commit}, but {problem}. Use it with "
+            f"that code (`git checkout {commit}` in maxmars's repository)."
+        )
 
 
 def _together(path: Any, read_own: Callable[[], Any]) -> Any:

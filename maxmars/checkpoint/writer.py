@@ -207,13 +207,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         Raises:
           FileNotFoundError: there is no checkpoint, or none of `step`.
           ValueError: every checkpoint, or that of `step`, is damaged; or the newest sound one has
-            arrays of other names, shapes or types than `abstract_state`, or was written in an older
-            format.
+            arrays of other names, shapes or types than `abstract_state`, or is of another version
+            of maxmars.
         """
         self._finish()
         for candidate in candidates(self._directory, step):
             with candidate as checkpoint:
-                checkpoint.run_config()  # refuses older formats
+                checkpoint.run_config()  # refuses an imported model
                 wanted = abstract_state(checkpoint) if callable(abstract_state) else abstract_state
                 state = load_arrays(checkpoint, wanted, whole=whole)
                 why = "damaged" if step is None else "rewound"

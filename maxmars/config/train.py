@@ -306,7 +306,8 @@ def from_dict(value: Any) -> Any:
     """The inverse of `to_dict`.
 
     Raises:
-      ValueError: the dict names an unknown class or field, for example one of another version.
+      ValueError: the dict names an unknown class or field, for example one of another version. A
+        field that is no more is left out where it was not in use: None or False.
     """
     if isinstance(value, list):
         return tuple(from_dict(item) for item in value)
@@ -324,11 +325,6 @@ def from_dict(value: Any) -> Any:
     if name not in _CONFIG_CLASSES:
         raise ValueError(f"unknown config type {name!r}; known: {', '.join(_CONFIG_CLASSES)}.")
     config_class = _CONFIG_CLASSES[name]
-    for field_name in ("make", "source"):  # in records of before: text, without the file's digest
-        if isinstance(fields.get(field_name), str):
-            fields[field_name] = Source.parse(fields[field_name])
-    for field_name in ("cache_dir", "best_metric"):  # of data and checkpoints, in older records
-        fields.pop(field_name, None)
     unknown = fields.keys() - {f.name for f in dataclasses.fields(config_class)}
     for field_name in unknown & _REMOVED.keys():
         if fields.pop(field_name) not in (None, False, "cut", "auto"):
@@ -342,12 +338,13 @@ def from_dict(value: Any) -> Any:
             f"{name} sets packing=best_fit, which this maxmars does not have; train a new run with "
             "data.packing=split, or with GrainConfig(source='tools/examples/best_fit.py:windows')."
         )
-    if unknown:
+    unused = {n for n in unknown if fields[n] is None or fields[n] is False}
+    if used := unknown - unused:
         raise ValueError(
-            f"{name} has no field {', '.join(sorted(unknown))}; the config was written by "
-            "another version of maxmars."
+            f"{name} has no field {', '.join(sorted(used))}; the config was written by another "
+            "version of maxmars."
         )
-    return config_class(**fields)
+    return config_class(**{n: value for n, value in fields.items() if n not in unused})
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:

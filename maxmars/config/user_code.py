@@ -34,8 +34,7 @@ class Source:
     function: str
     """Its name; of an installed package `module:NAME`."""
     sha256: str | None
-    """Of the file's text when the config was made, in hex. None if there was no such file, or in a
-    record of an older maxmars."""
+    """Of the file's text when the config was made, in hex. None if there was no such file."""
 
     @classmethod
     def parse(cls, text: str, *, field: str = "source", example: str = "my_data.py:f") -> Source:

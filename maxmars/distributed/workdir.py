@@ -39,10 +39,6 @@ WANDB = "wandb.json"  # the id of the run at Weights & Biases; train/trackers.py
 LIVES = "lives.json"  # how many starts in a row came to nothing
 FAILED = "failed.json"  # the error of one of several processes, which writes it itself
 
-# What runs of 83c960c and before have in place of the journal: they stay as they are, and are read
-# for the weights that the run started from and for the digests of the user's own files.
-OLD_RECEIPTS = "receipts.jsonl"
-OLD_ORIGIN = "init_from.json"
 
 
 def of_process(folder: str, process: int, suffix: str = "") -> str:

@@ -74,8 +74,6 @@ class Audit:
     workdir: str
     last_step: int
     """Of the newest checkpoint."""
-    first_step: int
-    """Where the journal begins."""
     lines: int
     """Of the journal, that the trajectory consists of."""
     sessions: int
@@ -106,18 +104,13 @@ class Audit:
     def text(self) -> str:
         """The result, in lines for people."""
         lines = [f"{self.workdir}: {self.verdict}"]
-        lines[0] += f", steps {self.first_step} to {self.last_step}"
+        lines[0] += f", steps 0 to {self.last_step}"
         lines[0] += f" (sessions: {self.sessions}, lines of its journal: {self.lines})"
         lines += [f"  broken: {problem}" for problem in self.problems]
         lines += [f"  changed: {change}" for change in self.changes]
         lines += [f"  config changed: {change}" for change in self.config_changes]
         lines += [f"  steered: {order}" for order in self.orders]
         lines += [f"  code: {refused}" for refused in self.code]
-        if self.first_step:
-            lines.append(
-                f"  the steps before {self.first_step} have the records of an older maxmars, which "
-                "are not judged"
-            )
         if self.uncovered_metrics:
             lines.append(
                 f"  {self.uncovered_metrics} lines of metrics after step {self.last_step} are not "
@@ -155,11 +148,7 @@ def audit(
     directory = resolve(checkpoints.parent)  # of the run, also where its checkpoints were named
     steps = list_steps(checkpoints)
     newest = read(checkpoints)
-    if newest.journal is None:
-        raise ValueError(
-            f"no line of {directory / JOURNAL} tells of the checkpoint of step {newest.step}: an "
-            "older maxmars wrote it, whose records are not judged. The next start begins a journal."
-        )
+    newest.run_config()  # refuses an imported model
     wide = {kind.partition("[")[0] for kind in newest.types.values()} & _WIDE
     if compare_arrays and wide and not jax.config.read("jax_enable_x64"):
         raise ValueError(
@@ -194,7 +183,6 @@ def audit(
     return Audit(
         workdir=str(directory),
         last_step=newest.step,
-        first_step=chain[0]["step"] if chain else newest.step,
         lines=len(chain),
         sessions=len(began_in(chain)),
         changes=_changes(began_in(chain)),
@@ -229,7 +217,7 @@ def _check_links(chain: Sequence[Line]) -> list[str]:
         step = after["step"]
         if after["kind"] == "began":
             batch_size = after["config"]["global_batch_size"]
-            if before is None and (not step or after["earlier"]):
+            if before is None and not step:
                 continue
             if before is None or (before["step"], before["digest"]) != (step, after["digest"]):
                 problems.append(f"the session that began at step {step} had another state")
@@ -315,7 +303,7 @@ def _parts(checkpoint: Checkpoint) -> Iterator[dict[tuple[str, ...], jax.ShapeDt
 
 
 def _check_metrics(
-    rows: Sequence[dict[str, Any]], lines: Sequence[Line], checkpoint: str
+    rows: Sequence[dict[str, Any]], lines: Sequence[Line], checkpoint: str | None
 ) -> list[str]:
     """The metrics are those that the journal vouches for, each step's loss once and in order."""
     losses = [row["step"] for row in rows if "train/loss" in row]

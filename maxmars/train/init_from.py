@@ -86,7 +86,7 @@ def fetch_source(workdir: Workdir, source: InitFrom) -> InitFrom:
         raise _no_optimizer_state(source.path)
 
     def recorded() -> str:
-        begun = origin(workdir, read_journal(workdir))
+        begun = origin(read_journal(workdir))
         is_same = begun is not None and begun["path"] == source.path
         return begun["weights"] if begun is not None and is_same else source.path
 
@@ -166,7 +166,7 @@ def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) 
     """
     problem = None
     if processes.is_primary() and continues == (source is not None):
-        begun = origin(workdir, read_journal(workdir))
+        begun = origin(read_journal(workdir))
         if source is not None:
             problem = _other_origin(workdir, source, begun)
         elif begun is not None:

@@ -16,8 +16,8 @@ and `before`. Besides,
 
 * `began` has `start` (of the process, seconds since 1970), `digest` and `position` of the state and
   the data that the session has, `command`, `config`, `data` (their digest), `environment`,
-  `init_from` (the origin of the run's weights; None for random ones), `order` (see `steering.py`)
-  and `earlier`, which says that the steps before have the records of an older maxmars;
+  `init_from` (the origin of the run's weights; None for random ones) and `order` (see
+  `steering.py`);
 * `saved` has `digest`, `position`, `tokens` and `metrics`, a `Mark` of the metrics so far;
 * `ended` has `done` (all steps and evaluations are made) and `metrics`.
 """
@@ -37,8 +37,8 @@ from typing import Any
 from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
 from maxmars.config import differences
 from maxmars.distributed import processes
-from maxmars.distributed.files import LineFile, Workdir, read_json
-from maxmars.distributed.workdir import JOURNAL, METRICS, OLD_ORIGIN
+from maxmars.distributed.files import LineFile, Workdir
+from maxmars.distributed.workdir import JOURNAL, METRICS
 from maxmars.train.clock import Clock
 from maxmars.train.metrics import Mark
 
@@ -99,7 +99,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._compare(rows)
         self._file = LineFile(self._path, self._may_write)
         if "init_from" not in self._began:
-            self._began["init_from"] = origin(self._workdir, self._earlier)
+            self._began["init_from"] = origin(self._earlier)
         self._write("began", self._began["step"], self._began)
 
     def _compare(self, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -195,8 +195,6 @@ def trajectory(lines: Iterable[Line]) -> list[Line]:
         if line["kind"] == "began":
             while chain and (chain[-1]["kind"] != "saved" or chain[-1]["step"] > line["step"]):
                 chain.pop()
-            if line.get("earlier"):
-                chain.clear()
         if line["kind"] != "ended":
             chain.append(line)
     return chain
@@ -206,13 +204,11 @@ def began_in(lines: Iterable[Line]) -> list[Line]:
     return [line for line in lines if line["kind"] == "began"]
 
 
-def origin(workdir: Workdir, lines: Sequence[Line]) -> dict[str, Any] | None:
-    """Where the weights of a run came from at its first step; None for random ones.
-
-    Every session says it, the first of a run of an older maxmars by that one's record.
-    """
+def origin(lines: Sequence[Line]) -> dict[str, Any] | None:
+    """Where the weights of a run came from at its first step, which every session says; None for
+    random ones."""
     began = began_in(lines)
-    return began[-1]["init_from"] if began else read_json(workdir / OLD_ORIGIN)
+    return began[-1]["init_from"] if began else None
 
 
 def changes_of_config(lines: Iterable[Line]) -> dict[int, str]:
@@ -298,7 +294,7 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
 
 
 def unvouched(
-    rows: Iterable[Mapping[str, Any]], lines: Sequence[Line], checkpoint: str
+    rows: Iterable[Mapping[str, Any]], lines: Sequence[Line], checkpoint: str | None
 ) -> list[tuple[int, int]]:
     """First and last step between which metrics are not those that the journal vouches for.
 
@@ -322,7 +318,7 @@ def unvouched(
         marks.append(mark)
     ranges, first, was_same = [], 0, True
     for line in [*trajectory(told), *ends]:
-        if isinstance(line.get("metrics"), dict):  # others are a digest of an older maxmars
+        if "metrics" in line:
             vouched = Mark(**line["metrics"])
             is_same = vouched.lines < len(marks) and marks[vouched.lines] == vouched
             if was_same and not is_same:

@@ -68,7 +68,7 @@ def saved_run(
                 f"is no checkpoint in {checkpoints}; leave it out, or check --workdir."
             ) from None
         return None
-    saved.run_config()  # refuses other formats
+    saved.run_config()  # refuses an imported model
     return saved
 
 
@@ -108,9 +108,12 @@ def continued_config(
     if config.model.compute_dtype == "auto" and stored.model.compute_dtype is not None:
         # A run keeps the type that it began with.
         config = with_compute_dtype(config, stored.model.compute_dtype)
-    rows = [row for row in differences(stored, config) if not _MAY_CHANGE.match(row[0])]
-    if saved.data_digest is not None:  # which decides: see `check_data`
-        rows = [row for row in rows if not _PATH_OF_DATA.fullmatch(row[0])]
+    # The data are compared by their digest (`check_data`), so their paths do not count.
+    rows = [
+        row
+        for row in differences(stored, config)
+        if not _MAY_CHANGE.match(row[0]) and not _PATH_OF_DATA.fullmatch(row[0])
+    ]
     if rows:
         misfit = None
         if any(name.partition(".")[0] in ("model", "optimizer") for name, _, _ in rows):
@@ -157,11 +160,11 @@ def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
 
 
 def rounding_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """How two results of `rounding_of` differ, in words; older runs did not record all of it."""
+    """How two results of `rounding_of` differ, in words, by the fields that both have."""
     return [
         f"{name} {value} -> {after[name]}"
         for name, value in before.items()
-        if value != "auto" and value != after.get(name, value)
+        if value != after.get(name, value)
     ]
 
 
@@ -272,21 +275,16 @@ def first_misfit(there: Mapping[str, str], here: Mapping[str, str]) -> str | Non
     return None
 
 
-def check_data(saved: Checkpoint, digest: str, log: Callable[[str], None]) -> None:
+def check_data(saved: Checkpoint, digest: str) -> None:
     """Check by their digest that the data are those that the run has read so far.
 
     Raises:
       ValueError: the data are others.
     """
     recorded, workdir, here = saved.data_digest, saved.path.parent.parent, digest[:16]
-    if recorded is None:
-        log(
-            f"the checkpoints in {workdir} name no data; from the next one on they hold the digest "
-            f"of these, {here}"
-        )
-    elif recorded != digest:
+    if recorded != digest:
         raise ValueError(
-            f"{workdir} was trained on other data: their digest is {recorded[:16]}, and that of "
-            f"the data here is {here}. Continue with the data of before, or start a new run on "
+            f"{workdir} was trained on other data: their digest is {str(recorded)[:16]}, and that "
+            f"of the data here is {here}. Continue with the data of before, or start a new run on "
             f"these from its weights with --init-from {workdir} and another --workdir."
         )

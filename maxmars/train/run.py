@@ -221,7 +221,7 @@ def check(
     tokens = open_data(config.data, "train", model=config.model)
     data_digest = processes.text_from_primary(tokens.digest) or ""
     if saved is not None:
-        check_data(saved, data_digest, messages.append)
+        check_data(saved, data_digest)
         changes = changes_since(saved.environment, here)
         if changes:
             messages.append(f"changed since step {saved.step}: {', '.join(changes)}")
@@ -382,7 +382,6 @@ def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> No
         "config": to_dict(config),
         "data": run.data_digest,
         "environment": run.environment,
-        "earlier": saved is not None and told is None,
         "order": run.order,
     }
     if saved is None:  # a run that goes on has the origin of its first session

@@ -212,14 +212,38 @@ def test_a_network_that_fails_is_no_damage(saved, copy, monkeypatch, error):
     assert read(copy).step == 2
 
 
-def test_a_newer_format_is_refused_and_names_the_code_that_wrote_it(copy):
-    def newer(meta):
-        meta["format_version"] = 99
-        meta["environment"]["git_commit"] = f"{'2' * 40}-dirty"
-
-    change_meta(copy / "2", newer)
-    with refused(ValueError, copy / "2", "format 99", f"git checkout {'2' * 40}`"):
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"format_version": 2}, "format 2"),
+        ({"format_version": 99}, "format 99"),
+        ({"journal": ...}, "journal"),
+        ({"config": {"model": {"depth": 7}}}, "depth"),
+    ],
+)
+def test_another_version_is_refused_and_names_the_code_that_wrote_it(copy, change, named):
+    change_meta(copy / "2", lambda meta: meta["environment"].update(git_commit=f"{'2' * 40}-dirty"))
+    change_meta(copy / "2", lambda meta: apply(meta, change))
+    with refused(ValueError, copy / "2", named, f"git checkout {'2' * 40}`"):
         read(copy)
+
+
+def test_fields_that_are_no_more_are_left_out_where_they_were_not_in_use(copy):
+    before = read(copy).config
+    change_meta(copy / "2", lambda meta: apply(meta, {"config": {"model": {"depth": None}}}))
+    change_meta(copy / "2", lambda meta: apply(meta, {"config": {"is_deep": False}}))
+    assert read(copy).config == before
+
+
+def apply(fields, change):
+    """Change some fields; `...` takes one away."""
+    for name, value in change.items():
+        if value is ...:
+            del fields[name]
+        elif isinstance(value, dict):
+            apply(fields[name], value)
+        else:
+            fields[name] = value
 
 
 def test_steps_of_a_directory_and_what_a_path_means(copy, tmp_path, monkeypatch):

@@ -18,7 +18,6 @@ from token_directories import write_nanogpt, write_shards
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import read_journal
-from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
 from maxmars.config import EvalConfig, TokenShardsConfig
 from maxmars.train import train
@@ -116,26 +115,6 @@ def test_the_same_data_at_another_path_continue(copied, tmp_path):
     config = dataclasses.replace(config, data=TokenShardsConfig(path=str(tmp_path / "moved")))
     assert train(config, workdir).step == 4
     assert "data.path" in changes_of_config(read_journal(workdir))[2]
-
-
-@pytest.mark.slow
-def test_a_checkpoint_that_names_no_data_is_continued_on_the_data_of_its_path(
-    copied, tmp_path, capsys
-):
-    config, workdir = copied
-    digest = read(workdir / "checkpoints").data_digest
-    for path in (workdir / "checkpoints").glob("*/meta/data.json"):
-        meta = json.loads(path.read_text())
-        del meta["data_digest"]
-        path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
-    # As it was before digests: the path decides.
-    with refused(ValueError, workdir, "data.path", tmp_path / "tokens"):
-        train(config, workdir)
-    assert train(config, workdir, resume_overrides=["data.path"]).done
-    assert f"name no data; from the next one on they hold the digest of these, {digest[:16]}" in (
-        " ".join(capsys.readouterr().out.split())
-    )
-    assert read(workdir / "checkpoints").data_digest == digest
 
 
 CONFIG = """

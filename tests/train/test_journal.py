@@ -5,18 +5,17 @@ import shutil
 
 import pytest
 import tiny
-from refusals import refused
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import read_journal
 from maxmars.checkpoint.reader import checksum
+from maxmars.cli import main
 from maxmars.config import CheckpointConfig
 from maxmars.train import train
 from maxmars.train.audit import audit
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom
-from maxmars.train.journal import Journal, began_in, run_seconds, sessions_of, shares
-from maxmars.train.metrics import read_metrics
+from maxmars.train.journal import Journal, run_seconds, sessions_of, shares
 
 
 @pytest.fixture(scope="module")
@@ -84,25 +83,28 @@ def test_metrics_that_are_not_what_was_recorded_are_told(folder, run, caplog):
     assert "metrics.jsonl is not what was recorded between steps 0 and 2" in caplog.text
 
 
-def test_a_run_of_an_older_maxmars_begins_a_journal_where_it_goes_on(folder, run):
-    """With receipts in its checkpoints, and its weights' origin in a file."""
-    began, *_ = read_journal(run)
-    (run / "init_from.json").write_text(json.dumps(began["init_from"]))
-    (run / "journal.jsonl").rename(run / "receipts.jsonl")
+def test_a_run_of_another_version_is_refused_in_a_line_by_every_command(folder, run, capsys):
     for path in run.glob("checkpoints/*/meta/data.json"):
         meta = json.loads(path.read_text())
-        meta["receipt"] = {"hash": meta.pop("journal"), "tokens": meta.pop("tokens")}
+        meta |= {"format_version": 2, "environment": {"git_commit": "a" * 40}}
         path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
-    before = {path: path.read_bytes() for path in run.glob("*.json*")}
-    with refused(ValueError, run / "journal.jsonl", "step 2"):
-        audit(run, log=lambda text: None)
-    audited = go_on(folder, run)
-    assert (audited.verdict, audited.first_step, audited.last_step) == ("one trajectory", 2, 4)
-    assert "the steps before 2 have the records of an older maxmars" in audited.text
-    assert [line["init_from"] for line in began_in(read_journal(run))] == [began["init_from"]]
-    for name in ("receipts.jsonl", "init_from.json"):
-        assert (run / name).read_bytes() == before[run / name]
-    assert max(line["tokens"] for line in read_metrics(run)) == 4 * 16 * 16
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    train_here = ["train", f"quickstart:data={folder / 'tokens'}", "--num-processes", "1"]
+    for command in (
+        [*train_here, "--workdir", run],
+        [*train_here, "--workdir", run.parent / "new", "--init-from", run],
+        ["audit", run],
+        ["eval", run, "--tasks", "loss", "--num-processes", "1"],
+        ["generate", run, "--prompt", "a"],
+        ["export", run, run.parent / "out"],
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main([str(word) for word in command])
+        assert ended.value.code == 1
+        (line,) = (some for some in capsys.readouterr().err.splitlines() if "error:" in some)
+        assert "written in format 2" in line
+        assert f"git checkout {'a' * 40}" in line
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
 # --- what follows from the lines ------------------------------------------------------------------

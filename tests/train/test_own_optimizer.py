@@ -11,7 +11,6 @@ import pytest
 from refusals import refused
 from tiny import MODEL, batch_of, first_difference, series, short_config
 
-from maxmars.checkpoint.reader import checksum
 from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
     AdamWConfig,
@@ -173,34 +172,6 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
         train(more, tmp_path / "continued")
     with refused(ValueError, "opt_state/0/nu/", f"--init-from {tmp_path / 'continued'}"):
         train(more, tmp_path / "continued", resume_overrides=["optimizer.make"])
-
-
-@pytest.mark.seconds
-def test_a_run_of_an_older_maxmars_continues_with_its_text_alone(tmp_path, source):
-    """Its config names the function alone, and its journal, or a kept file, tells the text."""
-    own = OptaxConfig(make=f"{source}:adamw", learning_rate=1e-2)
-    config = short_config(tmp_path / "tokens", optimizer=own, num_steps=1)
-    train(config, tmp_path / "run")
-    meta = tmp_path / "run" / "checkpoints" / "1" / "meta" / "data.json"
-    before = json.loads(meta.read_text())
-    digest = before["config"]["optimizer"]["make"]["sha256"]
-    before["config"]["optimizer"]["make"] = "elsewhere/own.py:adamw"
-    meta.write_text(json.dumps(before | {"checksum": checksum(before)}))
-    journal = tmp_path / "run" / "journal.jsonl"
-    began, *others = map(json.loads, journal.read_text().splitlines())
-    began["config"]["optimizer"]["make"] = "elsewhere/own.py:adamw"
-    shutil.copytree(tmp_path / "run", tmp_path / "with_a_file_alone")
-    began["own_code"] = {"own.py:adamw": digest}
-    journal.write_text("".join(f"{json.dumps(line)}\n" for line in (began, *others)))
-    shutil.rmtree(tmp_path / "run" / "sources")
-    Path(source).write_text(f"{SOURCE}\n# another text\n")
-    other = dataclasses.replace(own, make=f"{source}:adamw")
-    changed = dataclasses.replace(config, optimizer=other)
-    for run in ("run", "with_a_file_alone"):
-        with refused(ValueError, "--resume-overrides optimizer.make"):
-            train(changed, tmp_path / run)
-        train(config, tmp_path / run)
-        train(changed, tmp_path / run, resume_overrides=["optimizer.make"])
 
 
 @pytest.mark.seconds
