@@ -17,7 +17,7 @@ end with the right exit code, and leave a run that `maxmars audit` calls one tra
 Loading compares the digests of the state on its new mesh with the saved ones. Each loss may differ
 from that of an undisturbed run by `MAX_DRIFT_OF_MESHES`; other tokens would change it far more.
 
-Both exit with 1 at a fault. `maxmars verify-resume` kills any run once.
+Both exit with 1 at a fault.
 """
 
 from __future__ import annotations

@@ -38,9 +38,6 @@ COMMANDS = {
     "eval": Command("eval", "run", "score a trained model, or compare two"),
     "generate": Command("generate", "run", "continue a prompt with a trained model"),
     "export": Command("export", "run", "write a model as a Hugging Face directory"),
-    "verify-resume": Command(
-        "train", "run_verify_resume", "prove that a killed run goes on bit by bit"
-    ),
     "audit": Command("audit", "run", "check that a run is one trajectory, by its journal"),
     "compare": Command("compare", "run", "tune optimizers and compare them, fairly"),
     "report": Command("compare", "run_report", "draw the curves of runs and comparisons"),

@@ -1,4 +1,4 @@
-"""`maxmars train`: train as a config file says, or continue a run; and `maxmars verify-resume`.
+"""`maxmars train`: train as a config file says, or continue a run.
 
 `maxmars launch` checks the command line of `train` by `TrainArguments` before it rents anything.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar
 
 import tyro
 
 from maxmars.cli.parse import ConfigArguments, parse_arguments
-from maxmars.config.checks import NotNegative, Positive, Rule, UsageError
+from maxmars.config.checks import NotNegative, Positive, UsageError
 from maxmars.distributed.exits import EXIT_CODE, Starting
 
 
@@ -164,58 +163,3 @@ def _parse_steps(text: str | None) -> tuple[int, int] | None:
     if not first.isdecimal() or not last.isdecimal():
         raise UsageError(f"--profile {text} must be the first and the last step, such as 20:24.")
     return int(first), int(last)
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyResumeArguments(ConfigArguments):
-    """Prove on this hardware that a killed and continued run equals an undisturbed one.
-
-    Trains the config for a few steps, kills the run with SIGKILL, continues it, and computes all
-    steps again undisturbed. Says whether the last states agree bit by bit, writes receipt.json and
-    receipt.txt, and exits with 1 if they do not.
-    """
-
-    EXAMPLES: ClassVar[tuple[str, ...]] = (
-        "maxmars verify-resume quickstart",
-        "maxmars verify-resume gpt2:size=small,optimizer=mars --steps 40",
-    )
-    FIRST: ClassVar[tuple[str, ...]] = (
-        "steps",
-        "checkpoint-step",
-        "out",
-        "data.path",
-        "global-batch-size",
-        "num-microbatches",
-        "mesh.data",
-        "mesh.fsdp",
-        "mesh.tensor",
-    )
-
-    steps: Annotated[
-        int, Rule(lambda steps: steps > 1, "must be at least 2"), tyro.conf.arg(metavar="N")
-    ] = 20
-    """Steps of the run."""
-    checkpoint_step: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Kill the run after the checkpoint of this step; None takes half of the steps."""
-    out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory to make, for the run and the receipt; None is runs/NAME-verify-resume."""
-
-
-def run_verify_resume(argv: list[str]) -> int:
-    """Run `maxmars verify-resume`; 1 if the runs differ, else 0."""
-    arguments = parse_arguments(VerifyResumeArguments, argv, prog="maxmars verify-resume")
-    from maxmars.distributed.progress import loading_jax
-
-    with loading_jax():
-        from maxmars.train.verify_resume import verify_resume
-
-    out = Path(arguments.out or f"runs/{arguments.config.name}-verify-resume")
-    checkpoint_step = arguments.checkpoint_step
-    check = verify_resume(
-        arguments.config,
-        out,
-        steps=arguments.steps,
-        checkpoint_step=arguments.steps // 2 if checkpoint_step is None else checkpoint_step,
-    )
-    print(f"{check.text}\nreceipt: {out / 'receipt.json'}")
-    return 0 if check.verdict == "identical" else 1

@@ -380,6 +380,8 @@ def _replay(
 ) -> tuple[str | None, str | None]:
     """Compute steps again; what was done, and what came out wrong."""
     saved = {line["step"]: line["digest"] for line in chain if line["kind"] == "saved"}
+    sessions = 1 + sum(first < line["step"] < last for line in began_in(chain))
+    steps = f"steps {first + 1} to {last}" + f" (of {sessions} sessions)" * (sessions > 1)
     config = _without_evaluations(config_of(began))
     with about(f"--replay {last - first}, steps {first + 1} to {last}"):
         parts = {
@@ -390,11 +392,10 @@ def _replay(
     log(f"computing steps {first + 1} to {last} again")
     computed = _digest_after(directory, began, config, first, last, log)
     if computed == saved[last]:
-        return f"steps {first + 1} to {last}, computed again: the same digest", None
+        return f"{steps}, computed again: the same digest", None
     return None, (
-        f"steps {first + 1} to {last}, computed again on {jax.device_count()} x "
-        f"{jax.devices()[0].device_kind}, end with the digest {computed[:16]}, not "
-        f"{saved[last][:16]}"
+        f"{steps}, computed again on {jax.device_count()} x {jax.devices()[0].device_kind}, end "
+        f"with the digest {computed[:16]}, not {saved[last][:16]}"
     )
 
 

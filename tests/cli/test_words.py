@@ -161,7 +161,6 @@ REFUSALS = [
     (2, f"{MARS} --init-optimizer-state", "--init-from PATH"),
     (2, "train --init-optimizer-state mars.py", "--init-from PATH"),
     (2, f"{MARS} --init-optimizer-state True", "'True'"),
-    (2, "verify-resume quickstart --steps 1", "--steps 1 must be at least 2."),
     (2, "compare compare_tiny --workdir x --seeds 0", "--seeds 0 must"),
     (2, "plan mars.py", "--topology"),
     (2, f"{PLAN} --price -1.0", "--price -1.0 must"),
@@ -213,7 +212,7 @@ REFUSALS = [
 ]
 # Commands with all that they need, each of whose options is then given wrongly.
 COMMANDS = [
-    *("train quickstart", "verify-resume quickstart", "compare compare_tiny", "plan quickstart"),
+    *("train quickstart", "compare compare_tiny", "plan quickstart"),
     *("eval x", "generate x", "export x y", "audit x", "report x"),
     *("data prepare x y", "data inspect x", "compare verify x"),
     *(TPU_VM, "launch tpu-vm status --name a --zone us-east5-a"),

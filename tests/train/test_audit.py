@@ -257,7 +257,10 @@ def test_steps_after_a_change_on_purpose_are_replayed_with_the_config_that_made_
     assert audited.replayed == "steps 7 to 8, computed again: the same digest"
     (change,) = (line for line in audited.config_changes if line.startswith("at step 6: "))
     assert all(name in change for name in overrides)
-    assert check(copied, replay=4).replayed == "steps 3 to 6, computed again: the same digest"
+    assert (
+        check(copied, replay=4).replayed
+        == "steps 3 to 6 (of 2 sessions), computed again: the same digest"
+    )
     with refused(ValueError, "--replay 8", "step 6"):
         check(copied, replay=8)
 

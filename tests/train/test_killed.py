@@ -1,0 +1,77 @@
+"""A run that is killed and continued by the same command makes the steps of an undisturbed one.
+
+`tools/examples/resuming_anywhere.md` shows the same four lines.
+"""
+
+import re
+
+import jax
+import pytest
+from running import environment, finish, start_python, wait_until
+
+from maxmars.checkpoint import list_steps
+
+
+def kill_and_continue(folder, config, options, *, steps, every, environment):
+    """What `audit` says of all steps, computed again, of a run that was killed after a save."""
+    run = folder / "run"
+    train = ["-m", "maxmars", "train", config, *options, "--workdir", run, "--num-processes", 1]
+    train += ["--num-steps", steps, "--checkpoint.every", every, "--eval.every", None]
+    process = start_python(folder, *train, variables=environment)
+    try:
+        wait_until(lambda: (run / "checkpoints" / str(every)).exists(), process)
+    finally:
+        process.kill()
+        process.communicate()
+    assert every <= list_steps(run / "checkpoints")[-1] < steps
+    for command in (train, ["-m", "maxmars", "audit", run, "--replay", steps]):
+        code, output = finish(start_python(folder, *command, variables=environment))
+        assert code == 0, output
+    return output
+
+
+def check(audited, steps):
+    (sessions,) = re.findall(r"sessions: (\d+)", audited)
+    assert sessions == "2"
+    assert f"steps 1 to {steps} (of 2 sessions), computed again: the same digest" in audited
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+def test_a_killed_run_is_computed_again_from_before_the_kill(tmp_path, byte_tokens):
+    options = ["--model.num-layers", 1, "--model.embed-dim", 32, "--model.max-seq-len", 32]
+    options += ["--global-batch-size", 4, "--model.scan-unroll", 1, "--schedule.warmup-steps", 2]
+    audited = kill_and_continue(
+        tmp_path,
+        f"quickstart:data={byte_tokens}",
+        options,
+        steps=60,
+        every=4,
+        environment=environment(tmp_path / "cache", devices=2),
+    )
+    check(audited, 60)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["mars", "mars_shampoo"])
+def test_a_killed_run_is_computed_again_on_this_machine(tmp_path, byte_tokens, optimizer):
+    """In bfloat16 with the machine's attention kernel, whose backward pass may be in any order; in
+    a loop over layers, as XLA (JAX 0.11.2) puts only the first such pass of a program in order."""
+    platform = jax.devices()[0].platform
+    flag = "--xla_gpu_exclude_nondeterministic_ops=true"
+    here = {"JAX_PLATFORMS": {"gpu": "cuda"}.get(platform, platform), "XLA_FLAGS": flag}
+    if platform == "cpu":
+        del here["XLA_FLAGS"]
+    options = ["--data.path", byte_tokens, "--global-batch-size", 16, "--num-microbatches", 2]
+    options += ["--model.vocab-size", 257, "--model.num-layers", 2, "--model.num-heads", 2]
+    options += ["--model.embed-dim", 64, "--model.max-seq-len", 64, "--model.scan-unroll", 1]
+    options += ["--model.compute-dtype", "bfloat16"]
+    audited = kill_and_continue(
+        tmp_path,
+        f"gpt2:size=tiny,optimizer={optimizer}",
+        options,
+        steps={"cpu": 12}.get(platform, 2000),
+        every={"cpu": 2}.get(platform, 1000),
+        environment=here,
+    )
+    check(audited, {"cpu": 12}.get(platform, 2000))
