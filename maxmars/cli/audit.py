@@ -16,9 +16,10 @@ from maxmars.config.checks import CheckedConfig, Positive
 
 @dataclass(frozen=True, kw_only=True)
 class AuditArguments(CheckedConfig):
-    """Check that a run is one trajectory: checkpoints and metrics against its journal.
+    """Check that a run is one trajectory: states and data against its journal.
 
-    Exits with 1 where it is not, and says where it breaks.
+    Exits with 1 where it is not, and says where it breaks. Whether metrics.jsonl is as recorded
+    stands in a line of its own.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (

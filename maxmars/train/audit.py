@@ -2,8 +2,8 @@
 
 The journal (see `journal.py`) must be whole, each line after the one above it. Its trajectory leads
 from the first step to the newest checkpoint. Each checkpoint that is still there must be one of it,
-and hold the arrays that its line names; the metrics must be those that the lines vouch for, without
-a step that is missing or double. `--replay` computes some steps again.
+and hold the arrays that its line names. `--replay` computes some steps again. Whether the metrics
+are as they were recorded is said beside the verdict: no step depends on them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +40,7 @@ from maxmars.distributed.sharding import training_mesh
 from maxmars.distributed.workdir import (
     JOURNAL,
     KEPT_SOURCES,
+    METRICS,
     SUMMARY,
 )
 from maxmars.model.parameters import Parameters
@@ -50,8 +50,8 @@ from maxmars.train.journal import (
     broken_links,
     changes_of_config,
     lines_to,
+    metrics_changed_since,
     trajectory,
-    unvouched,
 )
 from maxmars.train.metrics import read_metrics, validation_losses
 from maxmars.train.resume import fixed_schedule, is_same_place, rounding_changes, rounding_of
@@ -88,6 +88,8 @@ class Audit:
     """Where the run is not one trajectory; empty if it is."""
     code: list[str]
     """Own functions that do not run any more, as the run has not kept their files as recorded."""
+    metrics: str | None
+    """`as recorded`, or `changed since step N`; None where the journal is not whole."""
     uncovered_metrics: int
     """Lines of metrics after the newest checkpoint, which nothing vouches for."""
     replayed: str | None
@@ -111,6 +113,8 @@ class Audit:
         lines += [f"  config changed: {change}" for change in self.config_changes]
         lines += [f"  steered: {order}" for order in self.orders]
         lines += [f"  code: {refused}" for refused in self.code]
+        if self.metrics is not None:
+            lines.append(f"  {METRICS}: {self.metrics}")
         if self.uncovered_metrics:
             lines.append(
                 f"  {self.uncovered_metrics} lines of metrics after step {self.last_step} are not "
@@ -170,12 +174,14 @@ def audit(
         problems.append(f"{JOURNAL} lacks its last line of step {summary['step']}, see {SUMMARY}")
     problems += _check_links(chain)
     rows = read_metrics(directory)
-    losses = validation_losses(rows)
+    since = metrics_changed_since(rows, lines, newest.journal)
+    metrics = "as recorded" if since is None else f"changed since step {since}"
     chosen = None if replay is None or problems else _range_to_replay(steps, chain, replay)
-    problems += _check_checkpoints(
-        checkpoints, steps, newest, chain, losses, log, arrays=compare_arrays
-    )
-    problems += _check_metrics(rows, lines, newest.journal)
+    retention = Retention(newest.run_config().checkpoint, validation_losses(rows))
+    kept = retention.kept(steps)
+    if since is not None and newest.run_config().checkpoint.keep_best is not None:
+        kept = set(steps)  # the changed losses do not say which one was the best
+    problems += _check_checkpoints(checkpoints, steps, kept, chain, log, arrays=compare_arrays)
     replayed = None
     if chosen is not None and not problems:
         replayed, problem = _replay(checkpoints, chain, *chosen, log)
@@ -190,6 +196,7 @@ def audit(
         orders=orders_in_words(chain),
         problems=problems,
         code=list(_unrecorded_code(directory, newest.config)),
+        metrics=None if told is None else metrics,
         uncovered_metrics=sum(row["step"] > newest.step for row in rows),
         replayed=replayed,
     )
@@ -243,16 +250,15 @@ def _order(began: Line) -> Order:
 def _check_checkpoints(
     directory: Any,
     steps: Sequence[int],
-    newest: Checkpoint,
+    kept: set[int],
     chain: Sequence[Line],
-    losses: Mapping[int, float],
     log: Callable[[str], None],
     *,
     arrays: bool,
 ) -> list[str]:
-    """Each checkpoint is one that the trajectory names, with the arrays of its digests."""
+    """Each checkpoint is one that the trajectory names, with the arrays of its digests; one that
+    is not among those `kept` may be damaged."""
     problems, saved = [], {hash_of(line): line for line in chain if line["kind"] == "saved"}
-    retention = Retention(newest.run_config().checkpoint, losses)
     for step in steps:
         try:
             checkpoint = read(directory, step)
@@ -262,7 +268,7 @@ def _check_checkpoints(
                 problems.append(f"the checkpoint of step {step} is not the one of its line")
             elif step != checkpoint.step:
                 problems.append(f"the checkpoint of step {step} is that of step {said[0]}")
-            elif line is None and (checkpoint.journal or not chain or step > chain[0]["step"]):
+            elif line is None:
                 problems.append(
                     f"the checkpoint of step {step} is not of this run: {JOURNAL} does not lead "
                     "to it"
@@ -273,7 +279,7 @@ def _check_checkpoints(
                     load_arrays(checkpoint, unflatten_dict(part))
         except (ValueError, DamagedError) as error:
             # A kill may have come while a checkpoint was deleted that the run does not keep.
-            if step in retention.kept(steps):
+            if step in kept:
                 problems.append(f"the checkpoint of step {step} is damaged: {error}")
             else:
                 log(f"checkpoint {step} is not whole: the run was killed while it was deleted")
@@ -300,24 +306,6 @@ def _parts(checkpoint: Checkpoint) -> Iterator[dict[tuple[str, ...], jax.ShapeDt
             part, size = {}, 0
     if part:
         yield part
-
-
-def _check_metrics(
-    rows: Sequence[dict[str, Any]], lines: Sequence[Line], checkpoint: str | None
-) -> list[str]:
-    """The metrics are those that the journal vouches for, each step's loss once and in order."""
-    losses = [row["step"] for row in rows if "train/loss" in row]
-    problems = [
-        f"metrics.jsonl has the training loss of step {step} {count} times"
-        for step, count in Counter(losses).items()
-        if count > 1
-    ]
-    if losses != sorted(losses):
-        problems.append("the training losses in metrics.jsonl are out of order")
-    for first, last in unvouched(rows, lines, checkpoint):
-        where = f"of step {last}" if first == last else f"between steps {first} and {last}"
-        problems.append(f"metrics.jsonl is not what was recorded {where}")
-    return problems
 
 
 def _changes(began: Sequence[Line]) -> list[str]:

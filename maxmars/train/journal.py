@@ -92,7 +92,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """The session begins, in a run with these lines of metrics.
 
-        A warning says where lines of the journal are missing, or metrics are not what they were.
+        A warning says where lines of the journal are missing, or metrics were changed.
         """
         if not processes.is_primary():
             return
@@ -122,13 +122,12 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 self._path,
                 step,
             )
-        for first, last in unvouched(rows, self._earlier, self._checkpoint):
+        since = metrics_changed_since(rows, self._earlier, self._checkpoint)
+        if since is not None:
             _LOGGER.warning(
-                "%s is not what was recorded between steps %d and %d; training does not depend on "
-                "it, and goes on",
+                "%s changed since step %d; training does not depend on it, and goes on",
                 self._workdir / METRICS,
-                first,
-                last,
+                since,
             )
 
     def saved(self, step: int, digest: str, position: int, tokens: int) -> str | None:
@@ -293,10 +292,10 @@ def shares(seconds: Mapping[str, float]) -> dict[str, float]:
     return {name: spent / total for name, spent in seconds.items()}
 
 
-def unvouched(
+def metrics_changed_since(
     rows: Iterable[Mapping[str, Any]], lines: Sequence[Line], checkpoint: str | None
-) -> list[tuple[int, int]]:
-    """First and last step between which metrics are not those that the journal vouches for.
+) -> int | None:
+    """The last step up to which metrics are as the journal recorded them; None if all are.
 
     A run only appends to its metrics, or continues after some of them. So each line of its
     trajectory vouches for a beginning of the file, and so does the end of a session at its newest
@@ -309,20 +308,17 @@ def unvouched(
     """
     told = lines_to(lines, checkpoint)
     if told is None:
-        return []
+        return None
     newest, later = told[-1]["step"], lines[len(told) :]
     ends = [line for line in later if line["kind"] == "ended" and line["step"] == newest]
-    marks, mark = [Mark()], Mark()
+    marks = [Mark()]
     for row in rows:
-        mark = mark.after(row)
-        marks.append(mark)
-    ranges, first, was_same = [], 0, True
+        marks.append(marks[-1].after(row))
+    since = 0
     for line in [*trajectory(told), *ends]:
         if "metrics" in line:
             vouched = Mark(**line["metrics"])
-            is_same = vouched.lines < len(marks) and marks[vouched.lines] == vouched
-            if was_same and not is_same:
-                ranges.append((first, line["step"]))
-            was_same = is_same
-        first = line["step"]
-    return ranges
+            if vouched.lines >= len(marks) or marks[vouched.lines] != vouched:
+                return since
+        since = line["step"]
+    return None

@@ -92,31 +92,6 @@ def line_with(path, key, step):
     return next(i for i, row in enumerate(rows) if key in row and row["step"] == step)
 
 
-def another_loss(workdir):
-    path = workdir / "metrics.jsonl"
-    edit(path, line_with(path, "train/loss", 3), lambda row: [row | {"train/loss": 1.0}])
-    return "metrics.jsonl is not what was recorded between steps 2 and 4"
-
-
-def another_evaluation(workdir):
-    path = workdir / "metrics.jsonl"
-    edit(path, line_with(path, "eval/loss", 6), lambda row: [row | {"eval/loss": 1.0}])
-    return "metrics.jsonl is not what was recorded of step 6"
-
-
-def another_speed(workdir):
-    path = workdir / "metrics.jsonl"
-    number = line_with(path, "perf/tokens_per_sec", 3)
-    edit(path, number, lambda row: [row | {"perf/tokens_per_sec": 1e9}])
-    return "metrics.jsonl is not what was recorded between steps 2 and 4"
-
-
-def a_double_step(workdir):
-    path = workdir / "metrics.jsonl"
-    edit(path, line_with(path, "train/loss", 5), lambda row: [row, row])
-    return "metrics.jsonl has the training loss of step 5 2 times"
-
-
 def another_name(workdir):
     checkpoints = workdir / "checkpoints"
     shutil.rmtree(checkpoints / "2")
@@ -168,10 +143,6 @@ def no_journal(workdir):
 @pytest.mark.parametrize(
     "lie",
     [
-        another_loss,
-        another_evaluation,
-        another_speed,
-        a_double_step,
         another_name,
         arrays_of_another_step,
         a_checkpoint_of_another_run,
@@ -191,6 +162,38 @@ def test_a_lie_is_found(lie, copied, capsys):
     output = capsys.readouterr().out
     assert output.startswith(f"{copied}: broken, ")
     assert expected in output
+
+
+EDITS = {  # of a line of the metrics: a key that it has, its step, and lines in place of it
+    "a loss": ("train/loss", 3, lambda row: [row | {"train/loss": 1.0}], 2),
+    "an evaluation": ("eval/loss", 6, lambda row: [row | {"eval/loss": 1.0}], 6),
+    "a speed": ("perf/tokens_per_sec", 3, lambda row: [row | {"perf/tokens_per_sec": 1e9}], 2),
+    "twice": ("train/loss", 5, lambda row: [row, row], 4),
+    "gone": ("train/loss", 1, lambda row: None, 0),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edited_metrics_are_told_and_make_no_run_broken(name, copied, capsys):
+    path = copied / "metrics.jsonl"
+    main(["audit", str(copied)])
+    assert "  metrics.jsonl: as recorded\n" in capsys.readouterr().out
+    key, step, change, since = EDITS[name]
+    edit(path, line_with(path, key, step), change)
+    main(["audit", str(copied)])  # exits with 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"{copied}: one trajectory, ")
+    assert f"  metrics.jsonl: changed since step {since}\n" in told
+
+
+@pytest.mark.seconds
+def test_without_metrics_steps_are_replayed_and_lies_about_states_are_found(copied):
+    (copied / "metrics.jsonl").unlink()
+    audited = check(copied, replay=2)
+    assert (audited.verdict, audited.metrics) == ("one trajectory", "changed since step 0")
+    assert audited.replayed is not None
+    expected = arrays_of_another_step(copied)
+    assert [problem.startswith(expected) for problem in check(copied).problems] == [True]
 
 
 @pytest.mark.seconds
@@ -213,10 +216,10 @@ def test_an_evaluation_that_a_later_session_makes_is_vouched_for(tmp_path):
     train(dataclasses.replace(config, num_steps=4, eval=EvalConfig(every=None)), run)
     evaluating = dataclasses.replace(config.eval, every=2)
     train(dataclasses.replace(config, num_steps=4, eval=evaluating), run)
-    assert check(run).verdict == "one trajectory"
+    assert check(run).metrics == "as recorded"
     metrics = run / "metrics.jsonl"
     edit(metrics, line_with(metrics, "eval/loss", 4), lambda row: [row | {"eval/loss": 1.0}])
-    assert check(run).verdict == "broken"
+    assert check(run).metrics == "changed since step 4"
 
 
 @pytest.mark.seconds

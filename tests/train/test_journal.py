@@ -80,7 +80,7 @@ def test_metrics_that_are_not_what_was_recorded_are_told(folder, run, caplog):
     text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(text[:2]))
     go_on(folder, run)
-    assert "metrics.jsonl is not what was recorded between steps 0 and 2" in caplog.text
+    assert "metrics.jsonl changed since step 0" in caplog.text
 
 
 def test_a_run_of_another_version_is_refused_in_a_line_by_every_command(folder, run, capsys):
