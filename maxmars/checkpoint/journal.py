@@ -23,8 +23,22 @@ def hash_of(line: Line) -> str:
 
 
 def read_journal(workdir: Workdir) -> list[Line]:
-    """The lines of `<workdir>/journal.jsonl`; none if there is no file."""
-    return read_json_lines(workdir / JOURNAL, "kind", "step", "seconds", "before")
+    """The lines of `<workdir>/journal.jsonl`; none if there is no file.
+
+    Raises:
+      ValueError: a session was steered by options of `train`, as before there was `rewound`.
+    """
+    lines = read_json_lines(workdir / JOURNAL, "kind", "step", "seconds", "before")
+    for line in lines:
+        if line.get("order"):
+            commit = (line["environment"].get("git_commit") or "unknown").removesuffix("-dirty")
+            raise ValueError(
+                f"{workdir / JOURNAL}: the session that began at step {line['step']} was steered "
+                "by --rewind, --skip-examples or --new-optimizer-state of `train`, which are no "
+                f"more. Use the run with the code of commit {commit}, or start a new one from its "
+                f"weights with --init-from {workdir} and another --workdir."
+            )
+    return lines
 
 
 def config_of(began: Line) -> TrainConfig:

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from etils import epath
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from maxmars.checkpoint.digest import digest, from_plain, leaf_types, to_plain
@@ -40,6 +40,8 @@ Skipped = tuple[tuple[int, str], ...]
 """(step, reason) of the newer checkpoints that could not be used."""
 
 _LOGGER = logging.getLogger(__name__)
+_READ_BYTES = 2**30  # of arrays that `check_arrays` compares at a time
+_WIDE = {"float64", "int64", "uint64"}
 
 # Errors that say nothing about the checkpoint: another attempt, or another machine, may not meet
 # them.
@@ -313,6 +315,42 @@ def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
         return {"/".join(keys): keys for keys in flatten_dict(tree)}
 
     return _together(checkpoint.path / "state", read_keys)
+
+
+def check_arrays(checkpoint: Checkpoint) -> None:
+    """Compare all arrays of a checkpoint with their digests, as many at a time as the memory easily
+    holds, on one device.
+
+    Raises:
+      DamagedError: they cannot be read, one is missing, or they do not agree with their digests.
+      ValueError: see `require_64_bits`.
+    """
+    require_64_bits(checkpoint)
+    part, size, keys = {}, 0, array_keys(checkpoint)
+    for name, kind in checkpoint.types.items():
+        dtype, _, shape = kind.partition("[")
+        sizes = tuple(int(number) for number in shape.rstrip("]").split(",") if number)
+        leaf = jax.ShapeDtypeStruct(sizes, dtype)
+        if name not in keys:
+            raise DamagedError(f"state has no array {name}")
+        part[keys[name]] = leaf
+        size += leaf.size * leaf.dtype.itemsize
+        if size > _READ_BYTES:
+            load_arrays(checkpoint, unflatten_dict(part))
+            part, size = {}, 0
+    if part:
+        load_arrays(checkpoint, unflatten_dict(part))
+
+
+def require_64_bits(checkpoint: Checkpoint) -> None:
+    """Raise ValueError if a checkpoint has arrays that only JAX of 64 bits can read, and this is
+    not."""
+    wide = {kind.partition("[")[0] for kind in checkpoint.types.values()} & _WIDE
+    if wide and not jax.config.read("jax_enable_x64"):
+        raise ValueError(
+            f"{checkpoint.path.parent.parent} has arrays of {min(wide)}, which needs 64-bit JAX: "
+            "set the environment variable JAX_ENABLE_X64=1."
+        )
 
 
 def list_steps(directory: Directory) -> list[int]:

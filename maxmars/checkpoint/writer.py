@@ -196,12 +196,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Load the newest checkpoint whose digests agree, or that of `step`, to go on from it.
 
         Newer ones that were found damaged are renamed to `<step>.damaged`: since an older one could
-        be read, it is not the reading that fails. Those after `step` become `<step>.rewound`. They
-        are never deleted.
+        be read, it is not the reading that fails. They are never deleted.
 
         Args:
           abstract_state: the state, see `load_arrays`, or a function from the checkpoint to it.
-          step: of the checkpoint to go back to.
+          step: of the only checkpoint to take.
           whole: the checkpoint must have no other arrays.
 
         Raises:
@@ -216,9 +215,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 checkpoint.run_config()  # refuses an imported model
                 wanted = abstract_state(checkpoint) if callable(abstract_state) else abstract_state
                 state = load_arrays(checkpoint, wanted, whole=whole)
-                why = "damaged" if step is None else "rewound"
                 newer = [s for s in steps_of_run(self._directory) if s > checkpoint.step]
-                self._set_aside(newer, why)
+                self._set_aside(newer)
                 self._on_disk = {checkpoint.step: checkpoint.digest}
                 return Loaded(state=state, checkpoint=checkpoint, skipped=candidate.skipped)
         raise AssertionError("unreachable")
@@ -271,14 +269,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 with contextlib.suppress(OSError), reporting(path):
                     path.rmtree(missing_ok=True)
 
-    def _set_aside(self, steps: Sequence[int], why: str) -> None:
-        """Rename checkpoints, so that they count no more; in a bucket this copies files."""
+    def _set_aside(self, steps: Sequence[int]) -> None:
+        """Rename damaged checkpoints, so that they count no more; in a bucket this copies files."""
         if steps:
             if processes.is_primary():
                 for step in steps:
-                    target = set_aside(self._directory / str(step), why)
+                    target = set_aside(self._directory / str(step))
                     _LOGGER.warning(
-                        "%s checkpoint %d is now %s; delete it if you wish", why, step, target
+                        "damaged checkpoint %d is now %s; delete it if you wish", step, target
                     )
             processes.barrier("maxmars: set aside checkpoints")
             self._orbax.close()

@@ -35,6 +35,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train", "run", "train a model as a config file says, or continue"),
+    "rewind": Command("rewind", "run", "take a run back to a checkpoint, or past examples"),
     "eval": Command("eval", "run", "score a trained model, or compare two"),
     "generate": Command("generate", "run", "continue a prompt with a trained model"),
     "export": Command("export", "run", "write a model as a Hugging Face directory"),

@@ -55,15 +55,6 @@ class TrainArguments(ConfigArguments):
     resume_overrides: Annotated[str | None, tyro.conf.arg(metavar="FIELD,...")] = None
     """Fields or groups of fields, such as optimizer.learning_rate,schedule, that change on purpose
     when a run continues; without it, fields that define the run are refused."""
-    rewind: Annotated[NotNegative[int] | None, tyro.conf.arg(metavar="STEP")] = None
-    """Go back to the checkpoint of this step, once: the newer ones are set aside as
-    STEP.rewound, and the same command then continues from there."""
-    skip_examples: Annotated[NotNegative[int], tyro.conf.arg(metavar="N")] = 0
-    """Leave out this number of training examples, once, where the run continues: those of a step
-    are global_batch_size; train/first_example in metrics.jsonl is the first of a step."""
-    new_optimizer_state: bool = False
-    """Make the optimizer's state anew, once, where the run continues, which may then be another
-    optimizer's (name it in --resume-overrides); parameters, step, schedule and data go on."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
     """Trace these steps, such as 20:24, into the run's directory `profile`, which
     `xprof --logdir` (pip install xprof) and Perfetto show."""
@@ -106,7 +97,7 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
         from maxmars.distributed import processes
         from maxmars.distributed.failures import ExitIfPeerIsLost
         from maxmars.distributed.files import naming, resolve
-        from maxmars.train import InitFrom, Steering, train
+        from maxmars.train import InitFrom, train
         from maxmars.train.lives import Life
 
     init_from = None
@@ -135,11 +126,6 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
             workdir,
             init_from=init_from,
             resume_overrides=[name.strip() for name in overrides if name.strip()],
-            steering=Steering(
-                rewind=arguments.rewind,
-                skip_examples=arguments.skip_examples,
-                new_optimizer_state=arguments.new_optimizer_state,
-            ),
             profile=profile,
             life=life,
             starting=starting,

@@ -40,7 +40,6 @@ LIVES = "lives.json"  # how many starts in a row came to nothing
 FAILED = "failed.json"  # the error of one of several processes, which writes it itself
 
 
-
 def of_process(folder: str, process: int, suffix: str = "") -> str:
     """The name in a folder of what a process writes itself."""
     return f"{folder}/host_{process:03d}{suffix}"

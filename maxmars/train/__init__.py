@@ -2,6 +2,5 @@
 
 from maxmars.train.init_from import InitFrom
 from maxmars.train.loop import TrainResult, train
-from maxmars.train.steering import Steering
 
-__all__ = ["InitFrom", "Steering", "TrainResult", "train"]
+__all__ = ["InitFrom", "TrainResult", "train"]

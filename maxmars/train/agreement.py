@@ -6,7 +6,6 @@ arrays by its own program. Data are compared where they are opened, see `data.ba
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import platform
@@ -19,7 +18,6 @@ from maxmars.checkpoint.environment import package_digest, package_versions
 from maxmars.config import TrainConfig, to_dict
 from maxmars.distributed import processes
 from maxmars.train.init_from import InitFrom
-from maxmars.train.steering import Steering
 
 _PATHS = ("path", "hellaswag_path", "file")  # hosts may keep the same files at different places
 _MOST_NAMED = 4
@@ -30,7 +28,6 @@ def check_agreement(
     config: TrainConfig,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
-    steering: Steering,
 ) -> None:
     """Compare what decides the steps of a run between its processes, which must all call.
 
@@ -44,7 +41,6 @@ def check_agreement(
     if jax.process_count() == 1:
         return
     facts = _facts(config, init_from, resume_overrides)
-    facts |= dataclasses.asdict(steering)
     text = json.dumps(facts, default=str)
     if processes.first_other(hashlib.sha256(text.encode()).hexdigest()) is None:
         return

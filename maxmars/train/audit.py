@@ -17,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax.traverse_util import unflatten_dict
 
-from maxmars.checkpoint import Checkpoint, array_keys, find, list_steps, load, load_arrays, read
+from maxmars.checkpoint import find, list_steps, load, read
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
-from maxmars.checkpoint.reader import DamagedError
+from maxmars.checkpoint.reader import DamagedError, check_arrays, require_64_bits
 from maxmars.checkpoint.writer import Retention
 from maxmars.config import (
     CheckpointConfig,
@@ -55,16 +54,13 @@ from maxmars.train.journal import (
 )
 from maxmars.train.metrics import read_metrics, validation_losses
 from maxmars.train.resume import fixed_schedule, is_same_place, rounding_changes, rounding_of
-from maxmars.train.steering import Order, Steering, orders_in_words
+from maxmars.train.rewind import rewinds_in_words
 from maxmars.train.step import (
     abstract_saved_state,
     continued_state,
     init_train_state,
     saved_state,
 )
-
-_READ_BYTES = 2**30  # of arrays that are compared at a time
-_WIDE = {"float64", "int64", "uint64"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +78,8 @@ class Audit:
     """What changed on the way that may change the rounding, and at which step."""
     config_changes: list[str]
     """Which fields of the config changed, and at which step."""
-    orders: list[str]
-    """How the run was steered by hand: back to a checkpoint, past examples."""
+    rewinds: list[str]
+    """How it was rewound: to a checkpoint, past examples."""
     problems: list[str]
     """Where the run is not one trajectory; empty if it is."""
     code: list[str]
@@ -111,7 +107,7 @@ class Audit:
         lines += [f"  broken: {problem}" for problem in self.problems]
         lines += [f"  changed: {change}" for change in self.changes]
         lines += [f"  config changed: {change}" for change in self.config_changes]
-        lines += [f"  steered: {order}" for order in self.orders]
+        lines += [f"  rewound: {rewound}" for rewound in self.rewinds]
         lines += [f"  code: {refused}" for refused in self.code]
         if self.metrics is not None:
             lines.append(f"  {METRICS}: {self.metrics}")
@@ -152,13 +148,9 @@ def audit(
     directory = resolve(checkpoints.parent)  # of the run, also where its checkpoints were named
     steps = list_steps(checkpoints)
     newest = read(checkpoints)
-    newest.run_config()  # refuses an imported model
-    wide = {kind.partition("[")[0] for kind in newest.types.values()} & _WIDE
-    if compare_arrays and wide and not jax.config.read("jax_enable_x64"):
-        raise ValueError(
-            f"{directory} has arrays of {min(wide)}, which needs 64-bit JAX: set the environment "
-            "variable JAX_ENABLE_X64=1."
-        )
+    config = newest.run_config()  # refuses an imported model
+    if compare_arrays:
+        require_64_bits(newest)
     lines = read_journal(directory)
     told = lines_to(lines, newest.journal)
     chain = trajectory(told or ())
@@ -177,9 +169,8 @@ def audit(
     since = metrics_changed_since(rows, lines, newest.journal)
     metrics = "as recorded" if since is None else f"changed since step {since}"
     chosen = None if replay is None or problems else _range_to_replay(steps, chain, replay)
-    retention = Retention(newest.run_config().checkpoint, validation_losses(rows))
-    kept = retention.kept(steps)
-    if since is not None and newest.run_config().checkpoint.keep_best is not None:
+    kept = Retention(config.checkpoint, validation_losses(rows)).kept(steps)
+    if since is not None and config.checkpoint.keep_best is not None:
         kept = set(steps)  # the changed losses do not say which one was the best
     problems += _check_checkpoints(checkpoints, steps, kept, chain, log, arrays=compare_arrays)
     replayed = None
@@ -193,9 +184,9 @@ def audit(
         sessions=len(began_in(chain)),
         changes=_changes(began_in(chain)),
         config_changes=[f"at step {s}: {told}" for s, told in changes_of_config(chain).items()],
-        orders=orders_in_words(chain),
+        rewinds=rewinds_in_words(chain),
         problems=problems,
-        code=list(_unrecorded_code(directory, newest.config)),
+        code=list(_unrecorded_code(directory, config)),
         metrics=None if told is None else metrics,
         uncovered_metrics=sum(row["step"] > newest.step for row in rows),
         replayed=replayed,
@@ -222,14 +213,18 @@ def _check_links(chain: Sequence[Line]) -> list[str]:
     problems, batch_size = [], 0
     for before, after in zip([None, *chain], chain, strict=False):
         step = after["step"]
-        if after["kind"] == "began":
-            batch_size = after["config"]["global_batch_size"]
+        if after["kind"] in ("began", "rewound"):
+            what = f"the session that began at step {step}"
+            if after["kind"] == "rewound":
+                what = f"the run that was rewound to step {step}"
+            else:
+                batch_size = after["config"]["global_batch_size"]
             if before is None and not step:
                 continue
             if before is None or (before["step"], before["digest"]) != (step, after["digest"]):
-                problems.append(f"the session that began at step {step} had another state")
-            elif before["position"] + _order(after)["skip_examples"] != after["position"]:
-                problems.append(f"the session that began at step {step} had other data")
+                problems.append(f"{what} had another state")
+            elif before["position"] + after.get("skip_examples", 0) != after["position"]:
+                problems.append(f"{what} had other data")
         elif before is not None:
             taken = after["position"] - before["position"]
             if taken != (step - before["step"]) * batch_size:
@@ -240,11 +235,6 @@ def _check_links(chain: Sequence[Line]) -> list[str]:
     if len(data) > 1:
         problems.append(f"the sessions read {len(data)} different data")
     return problems
-
-
-def _order(began: Line) -> Order:
-    """The order that a session carried out before its first step, which may be none."""
-    return began.get("order") or dataclasses.asdict(Steering())
 
 
 def _check_checkpoints(
@@ -275,8 +265,7 @@ def _check_checkpoints(
                 )
             if arrays:
                 log(f"checkpoint {step}: comparing the arrays with their digests")
-                for part in _parts(checkpoint):
-                    load_arrays(checkpoint, unflatten_dict(part))
+                check_arrays(checkpoint)
         except (ValueError, DamagedError) as error:
             # A kill may have come while a checkpoint was deleted that the run does not keep.
             if step in kept:
@@ -284,28 +273,6 @@ def _check_checkpoints(
             else:
                 log(f"checkpoint {step} is not whole: the run was killed while it was deleted")
     return problems
-
-
-def _parts(checkpoint: Checkpoint) -> Iterator[dict[tuple[str, ...], jax.ShapeDtypeStruct]]:
-    """The arrays of a checkpoint by their keys, as many at a time as the memory easily holds.
-
-    Raises:
-      DamagedError: one is missing.
-    """
-    part, size, keys = {}, 0, array_keys(checkpoint)
-    for name, kind in checkpoint.types.items():
-        dtype, _, shape = kind.partition("[")
-        sizes = tuple(int(number) for number in shape.rstrip("]").split(",") if number)
-        leaf = jax.ShapeDtypeStruct(sizes, dtype)
-        if name not in keys:
-            raise DamagedError(f"state has no array {name}")
-        part[keys[name]] = leaf
-        size += leaf.size * leaf.dtype.itemsize
-        if size > _READ_BYTES:
-            yield part
-            part, size = {}, 0
-    if part:
-        yield part
 
 
 def _changes(began: Sequence[Line]) -> list[str]:
@@ -352,7 +319,7 @@ def _range_to_replay(
     if others:
         when = " or ".join(str(other["step"]) for other in others)
         raise ValueError(
-            f"--replay {count}: config or code changed on the way, or the run was steered, at step "
+            f"--replay {count}: config or code changed on the way, or the run was rewound, at step "
             f"{when}; take another K."
         )
     return first, last, began
@@ -378,7 +345,7 @@ def _replay(
         }
     config = dataclasses.replace(config, **parts)
     log(f"computing steps {first + 1} to {last} again")
-    computed = _digest_after(directory, began, config, first, last, log)
+    computed = _digest_after(directory, chain, began, config, first, last, log)
     if computed == saved[last]:
         return f"{steps}, computed again: the same digest", None
     return None, (
@@ -402,20 +369,26 @@ def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
         )
 
     makers: list[Line] = []
-    for began in began_in(chain):
-        if began["step"] <= first:
-            makers = [began]
-        elif began["step"] < last and (
-            _order(began)["skip_examples"]
-            or _order(began)["new_optimizer_state"]
-            or differences(of_steps(makers[-1]), of_steps(began))
+    for before, line in zip([None, *chain], chain, strict=False):
+        if line["kind"] != "began":
+            continue
+        if line["step"] <= first:
+            makers = [line]
+        elif line["step"] < last and (
+            _changes_data_or_state(before) or differences(of_steps(makers[-1]), of_steps(line))
         ):
-            makers.append(began)
+            makers.append(line)
     return makers
+
+
+def _changes_data_or_state(line: Line | None) -> bool:
+    """Whether it is a rewind after which the steps are others than before."""
+    return line is not None and bool(line.get("skip_examples") or line.get("new_optimizer_state"))
 
 
 def _digest_after(
     directory: Any,
+    chain: Sequence[Line],
     began: Line,
     config: TrainConfig,
     first: int,
@@ -438,14 +411,16 @@ def _digest_after(
     config = train_step.config
     position = 0
     if first:
-        order = _order(began if began["step"] == first else {})
+        nothing: Line = {"skip_examples": 0, "new_optimizer_state": False}
+        rewinds = (line for line in chain if line["kind"] == "rewound" and line["step"] == first)
+        rewound = next(rewinds, nothing)
         stored = abstract_saved_state(
             train_step,
             read(directory, first),
-            new_optimizer_state=order["new_optimizer_state"],
+            new_optimizer_state=rewound["new_optimizer_state"],
         )
         loaded = load(directory, stored, first)
-        position = loaded.checkpoint.data_position + order["skip_examples"]
+        position = loaded.checkpoint.data_position + rewound["skip_examples"]
         state = continued_state(train_step, loaded.state)
     else:
         state = init_train_state(config, parameters)

@@ -10,16 +10,18 @@ found only by computing the steps again (`audit --replay`).
 A kill may leave a line without its end. The next session goes on below it, and as no line holds its
 hash, nothing is missing. It may also leave a `saved` line whose checkpoint was not completed: the
 next session begins at an older step, and the steps after that are no part of the trajectory.
+`maxmars rewind` adds a line too, from which the next session goes on.
 
 The fields of all lines are `kind`, `time`, `step`, `seconds` (of the session so far, by activity)
 and `before`. Besides,
 
 * `began` has `start` (of the process, seconds since 1970), `digest` and `position` of the state and
   the data that the session has, `command`, `config`, `data` (their digest), `environment`,
-  `init_from` (the origin of the run's weights; None for random ones) and `order` (see
-  `steering.py`);
+  and `init_from` (the origin of the run's weights; None for random ones);
 * `saved` has `digest`, `position`, `tokens` and `metrics`, a `Mark` of the metrics so far;
-* `ended` has `done` (all steps and evaluations are made) and `metrics`.
+* `ended` has `done` (all steps and evaluations are made) and `metrics`;
+* `rewound` has `from` (the step that was saved last), `digest` of the checkpoint of its step,
+  `skip_examples` and the `position` after these, and `new_optimizer_state`.
 """
 
 from __future__ import annotations
@@ -113,8 +115,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 self._path,
                 step,
             )
-        saved = [line["step"] for line in self._earlier if line["kind"] == "saved"]
-        if saved and saved[-1] > step and not self._began.get("order"):
+        saved = [line["step"] for line in self._earlier if line["kind"] in ("saved", "rewound")]
+        if saved and saved[-1] > step:
             _LOGGER.warning(
                 "the checkpoint of step %d, which %s tells of, was not completed, or is gone or "
                 "damaged; the steps after %d are made again",
@@ -150,14 +152,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def _write(self, kind: str, step: int, fields: Mapping[str, Any]) -> str | None:
         if self._file is None:
             return None
-        line: Line = {
-            "kind": kind,
-            "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-            "step": step,
-            **fields,
-            "seconds": {name: round(spent, 3) for name, spent in self._clock.seconds.items()},
-            "before": None if self._last is None else hash_of(self._last),
-        }
+        line = make_line(self._last, kind, step, fields, self._clock.seconds)
         self._file.write(json.dumps(line))
         self._file.sync()  # a checkpoint in a bucket is not to be there before its line
         self._last = line
@@ -166,6 +161,24 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def make_line(
+    above: Line | None,
+    kind: str,
+    step: int,
+    fields: Mapping[str, Any],
+    seconds: Mapping[str, float],
+) -> Line:
+    """A line that is to stand below `above`, the last of the journal; None in an empty one."""
+    return {
+        "kind": kind,
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "step": step,
+        **fields,
+        "seconds": {name: round(spent, 3) for name, spent in seconds.items()},
+        "before": None if above is None else hash_of(above),
+    }
 
 
 # --- what follows from the lines ----------------------------------------------------------------
@@ -184,19 +197,34 @@ def broken_links(lines: Sequence[Line]) -> list[Line]:
 
 
 def trajectory(lines: Iterable[Line]) -> list[Line]:
-    """The lines `began` and `saved` that led to the last of these lines.
+    """The lines `began`, `saved` and `rewound` that led to the last of these lines.
 
-    A session goes on from the save of the step that it began at; what was saved after that step,
-    and a session that saved nothing, led nowhere.
+    A session goes on from the save of the step that it began at, or from the last rewind to it;
+    what was saved after that step, and a session that saved nothing, led nowhere. Neither did a
+    rewind to another step, whose checkpoints were not set aside, or were put back by hand.
     """
     chain: list[Line] = []
+    rewinds: list[Line] = []  # since the last session began
     for line in lines:
-        if line["kind"] == "began":
-            while chain and (chain[-1]["kind"] != "saved" or chain[-1]["step"] > line["step"]):
-                chain.pop()
-        if line["kind"] != "ended":
+        if line["kind"] == "rewound":
+            rewinds.append(line)
+        elif line["kind"] == "saved":
             chain.append(line)
+        elif line["kind"] == "began":
+            while chain and (chain[-1]["kind"] == "began" or chain[-1]["step"] > line["step"]):
+                chain.pop()
+            to_here = [rewound for rewound in rewinds if rewound["step"] == line["step"]]
+            if to_here and chain and chain[-1]["kind"] == "rewound":
+                chain.pop()
+            chain += [*to_here[-1:], line]
+            rewinds.clear()
     return chain
+
+
+def rewound_to(lines: Sequence[Line], step: int) -> Line | None:
+    """The rewind that a session goes on from which begins at a step now; None if there is none."""
+    *_, last, _ = [None, *trajectory([*lines, {"kind": "began", "step": step}])]
+    return last if last is not None and last["kind"] == "rewound" else None
 
 
 def began_in(lines: Iterable[Line]) -> list[Line]:
@@ -245,7 +273,7 @@ def sessions_of(lines: Iterable[Line]) -> list[Session]:
     for line in lines:
         if line["kind"] == "began":
             began = line
-        elif began is None:
+        elif line["kind"] == "rewound" or began is None:
             continue
         else:
             sessions.pop()

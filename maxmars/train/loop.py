@@ -19,7 +19,6 @@ from maxmars.train.lives import Life
 from maxmars.train.metrics import validation_losses
 from maxmars.train.reporter import StepReporter
 from maxmars.train.run import Evaluation, Run, open_run
-from maxmars.train.steering import Steering
 from maxmars.train.step import evaluated_params, relative_distance, saved_state
 from maxmars.train.summary import write_summary
 from maxmars.train.tracer import StepTracer
@@ -49,7 +48,6 @@ def train(
     *,
     init_from: InitFrom | None = None,
     resume_overrides: Sequence[str] = (),
-    steering: Steering | None = None,
     profile: tuple[int, int] | None = None,
     life: Life | None = None,
     starting: Starting | None = None,
@@ -68,8 +66,6 @@ def train(
         at random. A run that continues takes None, or what it started from.
       resume_overrides: dotted names of fields that change on purpose when the run continues (see
         `resume`); the journal records the changes.
-      steering: goes back to an older checkpoint, or past training examples, once; the journal
-        records it.
       profile: first and last step to trace, into `<workdir>/profile/host_000` of each process;
         None traces none.
       life: is told where the process ends at once: it hangs, lost another one, or has to leave.
@@ -98,7 +94,6 @@ def train(
             workdir,
             init_from=init_from,
             resume_overrides=resume_overrides,
-            steering=steering or Steering(),
             clock=clock,
             command=command,
             stack=stack,

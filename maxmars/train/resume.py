@@ -46,22 +46,16 @@ _MAY_CHANGE = re.compile(
 )
 
 
-def saved_run(
-    checkpoints: Workdir, overrides: Sequence[str], step: int | None = None
-) -> Checkpoint | None:
-    """What the newest checkpoint, or that of `step`, says of itself; None where there is nothing to
-    continue.
+def saved_run(checkpoints: Workdir, overrides: Sequence[str]) -> Checkpoint | None:
+    """What the newest checkpoint says of itself; None where there is nothing to continue.
 
     Raises:
-      FileNotFoundError: there are checkpoints, but none of `step`.
       ValueError: there are checkpoints, but none can be read or continued; or there are none, but
         overrides.
     """
     try:
-        saved = read(checkpoints, step)
+        saved = read(checkpoints)
     except FileNotFoundError:
-        if step is not None:
-            raise
         if overrides:
             raise ValueError(
                 f"--resume-overrides {','.join(overrides)} is for a run that continues, but there "
@@ -255,8 +249,8 @@ def _check_changes(
         way_out += f", or change on purpose with --resume-overrides {wanted}"
     elif not any(name.partition(".")[0] == "model" for name in names):
         way_out += (
-            f" and start there from its weights with --init-from {workdir}, or go on here with "
-            "--new-optimizer-state"
+            f" and start there from its weights with --init-from {workdir}, or go on here after "
+            f"`maxmars rewind {workdir} --to {saved.step} --new-optimizer-state`"
         )
     raise ValueError(f"{problem}. {way_out}.")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
+from maxmars.checkpoint.journal import Line, read_journal
 from maxmars.config import ModuleConfig, TrainConfig, differences, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.train import with_own_defaults
@@ -67,7 +69,7 @@ from maxmars.train.init_from import (
     fetch_source,
     load_initial,
 )
-from maxmars.train.journal import Journal
+from maxmars.train.journal import Journal, rewound_to
 from maxmars.train.metrics import MetricsWriter, validation_losses
 from maxmars.train.optimizer import describe_parameters, note_on_package, summarize_rules
 from maxmars.train.resume import (
@@ -77,7 +79,6 @@ from maxmars.train.resume import (
     rounding_change,
     saved_run,
 )
-from maxmars.train.steering import Order, Steering, open_order
 from maxmars.train.step import (
     TrainState,
     TrainStep,
@@ -121,8 +122,8 @@ class Run:
     """What it continues from; None for a new run."""
     initial: Initial | None
     """The weights that a new run starts from; None draws them at random."""
-    order: Order | None
-    """How the run is steered by hand, where that is still to be done."""
+    rewound: Line | None
+    """The line of the rewind that it goes on from; None without one."""
     messages: Sequence[str]
     """Lines about choices, to print once the log of this host is open."""
 
@@ -145,7 +146,6 @@ def open_run(
     *,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
-    steering: Steering,
     clock: Clock,
     command: str | None,
     stack: contextlib.ExitStack,
@@ -162,7 +162,6 @@ def open_run(
             workdir,
             init_from,
             resume_overrides,
-            steering,
             clock,
             progress,
         )
@@ -177,13 +176,12 @@ def check(
     workdir: Workdir,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
-    steering: Steering,
     clock: Clock,
     progress: Progress,
 ) -> Run:
     """Find everything that can be wrong before anything is written, and choose what was not set."""
     config = with_own_defaults(config)
-    check_agreement(config, init_from, resume_overrides, steering)
+    check_agreement(config, init_from, resume_overrides)
     given = config
     if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
@@ -191,16 +189,15 @@ def check(
     parameters = Parameters(config.model, mesh)
     state, here = abstract_train_state(config, parameters), environment(mesh)
     check_trackers(config.log, workdir)
-    order = open_order(workdir, steering, given)
-    back = None if order is None else order["rewind"]
-    saved = saved_run(workdir / CHECKPOINTS, resume_overrides, back)
+    saved, rewound = saved_run(workdir / CHECKPOINTS, resume_overrides), None
     if saved is not None:
+        rewound = _rewound(workdir, saved.step)
         config = continued_config(
             saved,
             config,
             parameters=parameters,
             overrides=resume_overrides,
-            new_optimizer_state=order is not None and order["new_optimizer_state"],
+            new_optimizer_state=rewound is not None and rewound["new_optimizer_state"],
             log=progress.message,
         )
     messages: list[str] = []
@@ -273,9 +270,15 @@ def check(
         evaluations=evaluations,
         saved=saved,
         initial=initial,
-        order=order,
+        rewound=rewound,
         messages=messages,
     )
+
+
+def _rewound(workdir: Workdir, step: int) -> Line | None:
+    """`rewound_to` by the journal, which process 0 reads."""
+    text = processes.text_from_primary(lambda: json.dumps(rewound_to(read_journal(workdir), step)))
+    return json.loads(text or "null")
 
 
 def lock(run: Run, stack: contextlib.ExitStack) -> None:
@@ -331,17 +334,18 @@ def restore(run: Run, stack: contextlib.ExitStack) -> None:
     run.step, position = 0, 0
     with run.clock("start", "reading the checkpoint"):
         if run.saved is not None:
-            order: Order = run.order or dataclasses.asdict(Steering())
-            is_new = order["new_optimizer_state"]
+            rewound = run.rewound
+            is_new = rewound is not None and rewound["new_optimizer_state"]
             restored = run.checkpointer.restore(
                 lambda saved: abstract_saved_state(train_step, saved, new_optimizer_state=is_new),
-                order["rewind"],
+                None if rewound is None else rewound["step"],  # no older one, if it is damaged
                 whole=not is_new,
             )
             run.saved = saved = restored.checkpoint
-            run.step, position = saved.step, saved.data_position + order["skip_examples"]
+            run.step, position = saved.step, saved.data_position
             log(f"continuing from step {run.step}")
-            if order["skip_examples"]:
+            if rewound is not None and rewound["skip_examples"]:
+                position += rewound["skip_examples"]
                 log(f"examples {saved.data_position:,} to {position:,} are left out")
             if is_new:
                 log("the optimizer's state is made anew")
@@ -382,7 +386,6 @@ def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> No
         "config": to_dict(config),
         "data": run.data_digest,
         "environment": run.environment,
-        "order": run.order,
     }
     if saved is None:  # a run that goes on has the origin of its first session
         began["init_from"] = None if run.initial is None else run.initial.origin
@@ -391,13 +394,7 @@ def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> No
         first_step,
         tokens=run.tokens,
         may_write=owner,
-        trackers=open_trackers(
-            config,
-            workdir,
-            first_step,
-            steered=run.order is not None,
-            log=run.progress.message,
-        ),
+        trackers=open_trackers(config, workdir, first_step, log=run.progress.message),
     )
     stack.enter_context(run.writer)
     run.journal = Journal(

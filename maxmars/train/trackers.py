@@ -102,11 +102,9 @@ def open_trackers(
     workdir: Workdir,
     resume_step: int,
     *,
-    steered: bool = False,
     log: Callable[[str], None],
 ) -> Trackers:
-    """Open the trackers of a run that continues after `resume_step` steps, 0 of a new run, and
-    which may have been steered by hand.
+    """Open the trackers of a run that continues after `resume_step` steps, 0 of a new run.
 
     Only the primary process has any. TensorBoard's files go to `<workdir>/tensorboard`, W&B's to
     `<workdir>/wandb`.
@@ -116,7 +114,7 @@ def open_trackers(
         factories["TensorBoard"] = lambda: _TensorBoard(workdir / "tensorboard", resume_step)
     mode = _wandb_mode(config.log)
     if mode is not None and processes.is_primary():
-        again = resume_step > 0 and not steered
+        again = resume_step > 0
         factories["W&B"] = lambda: _WeightsAndBiases(config, workdir, again, mode, log)
     return Trackers(factories, log)
 
@@ -147,10 +145,10 @@ class _TensorBoard:
 
 
 class _WeightsAndBiases:
-    """A run of W&B, the same for all starts of ours until it is steered by hand.
+    """A run of W&B, the same for all starts of ours until `maxmars rewind` sets its id aside.
 
     It ignores steps that it has had before. When they are made again they are the same bit by bit,
-    unless the run was steered.
+    unless the run was rewound.
     """
 
     def __init__(

@@ -193,7 +193,7 @@ def test_data_prepare_in_shares(tmp_path, capsys):
 
 
 HELPS = [
-    *("train", "train quickstart", "compare", "plan", "plan gpt2:optimizer=muon"),
+    *("train", "train quickstart", "rewind", "compare", "plan", "plan gpt2:optimizer=muon"),
     *("eval", "generate", "export", "audit", "report", "data prepare", "data inspect"),
     *("launch tpu-vm", "launch tpu-vm logs", "launch gke", "launch gke status", "launch slurm"),
     "compare verify",

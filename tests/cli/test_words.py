@@ -171,6 +171,10 @@ REFUSALS = [
     (2, f"{PLAN} --num-slices 2", "--num-slices 2"),
     (1, f"{PLAN} --mesh.fsdp 3", "3 devices"),
     (2, "audit x --replay 0", "--replay 0 must"),
+    (2, "rewind x", "--to"),
+    (2, "rewind x --to -1", "--to"),
+    (2, "rewind x --to 1 --skip-examples -1", "--skip-examples"),
+    (1, "rewind x --to 1", "x is not the directory of a run"),
     (2, f"{SLURM} --nodes 0", "--nodes 0 must"),
     (2, f"{GKE} --max-restarts -1", "--max-restarts -1"),
     (2, "generate x --max-new-tokens 0", "--max-new-tokens 0 must"),
@@ -213,7 +217,7 @@ REFUSALS = [
 # Commands with all that they need, each of whose options is then given wrongly.
 COMMANDS = [
     *("train quickstart", "compare compare_tiny", "plan quickstart"),
-    *("eval x", "generate x", "export x y", "audit x", "report x"),
+    *("eval x", "generate x", "export x y", "audit x", "rewind x --to 1", "report x"),
     *("data prepare x y", "data inspect x", "compare verify x"),
     *(TPU_VM, "launch tpu-vm status --name a --zone us-east5-a"),
     *(GKE, "launch gke status --name a"),
@@ -357,7 +361,7 @@ def wrong_value(value):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_kind_of_option_of_a_command(command, call, options_of):
     """One option of each way to write a value: its rule is that of all which are written so."""
-    of_config = set(options_of("train quickstart")) if command in COMMANDS[1:4] else set()
+    of_config = set(options_of("train quickstart")) if command in COMMANDS[1:3] else set()
     own = {flag: value for flag, value in options_of(command).items() if flag not in of_config}
     assert own
     for value, flag in {value: flag for flag, value in own.items()}.items():

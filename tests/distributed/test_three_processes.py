@@ -23,6 +23,7 @@ from tiny import first_difference
 from maxmars.checkpoint import list_steps, read
 from maxmars.distributed.exits import EXIT_CODE
 from maxmars.train.audit import audit
+from maxmars.train.rewind import rewind
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
@@ -101,7 +102,8 @@ def test_after_a_kill_and_a_hang_all_three_continue_bit_by_bit(folder, undisturb
 def test_what_three_have_saved_two_continue(folder, undisturbed):
     run = folder / "by_two"
     shutil.copytree(undisturbed, run)
-    finish_well(start_together(folder, run.name, 2, "--rewind", "8"))
+    rewind(run, 8)
+    finish_well(start_together(folder, run.name, 2))
     assert_same_losses(undisturbed, run)
     audited = audit(run, log=lambda text: None)
     assert audited.verdict == "one trajectory up to rounding"

@@ -36,7 +36,7 @@ from maxmars.distributed import sharding
 from maxmars.distributed.progress import Progress
 from maxmars.model import huggingface
 from maxmars.model.parameters import Parameters
-from maxmars.train import Steering, train
+from maxmars.train import train
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom, check_origin, load_initial
 from maxmars.train.journal import began_in, changes_of_config
@@ -117,7 +117,7 @@ def test_past_a_damaged_checkpoint_to_one_of_before_a_change(short_config, tmp_p
 def test_what_another_start_saved_meanwhile_is_not_begun_anew(short_config, tmp_path):
     config, workdir = short_config(), tmp_path / "run"
     with contextlib.ExitStack() as stack:
-        nothing = {"init_from": None, "resume_overrides": (), "steering": Steering()}
+        nothing = {"init_from": None, "resume_overrides": ()}
         run = check(config, workdir, **nothing, clock=Clock(), progress=Progress())
         train(config, workdir)
         with refused(ValueError, workdir, "the same command"):

@@ -190,8 +190,9 @@ def test_wandb_itself_takes_a_run_without_a_network_and_continues_it(tmp_path, m
         writer.write(3, {"train/loss": 4.0})
     names = {path.name for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")}
     assert names == {f"run-{run_id}.wandb"}
-    steered = open_trackers(config, tmp_path, 2, steered=True, log=logged.append)
-    with MetricsWriter(tmp_path, 2, trackers=steered) as writer:
+    (tmp_path / "wandb.json").rename(tmp_path / "wandb.json.rewound")  # as `maxmars rewind` does
+    rewound = open_trackers(config, tmp_path, 2, log=logged.append)
+    with MetricsWriter(tmp_path, 2, trackers=rewound) as writer:
         writer.write(3, {"train/loss": 3.0})  # another step 3
     assert json.loads((tmp_path / "wandb.json").read_text())["id"] != run_id
 

@@ -1,8 +1,9 @@
-"""A run that is steered by hand: to an older checkpoint, past examples, with a new optimizer."""
+"""`maxmars rewind`: to an older checkpoint, past examples, on with a new optimizer."""
 
 import dataclasses
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import jax
@@ -15,11 +16,14 @@ from refusals import refused
 from running import finish, records, start, start_python, start_two, wait_until
 
 from maxmars.checkpoint import list_steps, read
+from maxmars.checkpoint.journal import hash_of
+from maxmars.checkpoint.lock import acquire
 from maxmars.cli import main
 from maxmars.config import CheckpointConfig, EvalConfig, MuonConfig
 from maxmars.optim import mars as mars_of
-from maxmars.train import Steering, train
+from maxmars.train import train
 from maxmars.train.audit import audit
+from maxmars.train.rewind import rewind
 from maxmars.train.step import carried_over
 
 BATCH = 16
@@ -36,7 +40,7 @@ def config_of(folder, num_steps=6):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("steered")
+    folder = tmp_path_factory.mktemp("rewound")
     train(config_of(folder), folder / "run")
     return folder
 
@@ -47,8 +51,16 @@ def run(finished, tmp_path):
     return tmp_path / "copy" / "run"
 
 
-def steer(run, num_steps=6, **steering):
-    return train(config_of(run.parent, num_steps), run, steering=Steering(**steering))
+def go_on(run, num_steps=6, **changes):
+    return train(dataclasses.replace(config_of(run.parent, num_steps), **changes), run)
+
+
+def rewound(run, to, **options):
+    return rewind(run, to, log=lambda text: None, **options)
+
+
+def check(run, **options):
+    return audit(run, log=lambda text: None, **options)
 
 
 def names(run):
@@ -62,18 +74,25 @@ def position(run, step):
 @pytest.mark.seconds
 def test_back_to_a_checkpoint_the_steps_are_the_same(run):
     digest = read(run / "checkpoints").digest
-    steer(run, rewind=2)
+    rewound(run, 2)
+    assert names(run) == {"2", "4.rewound", "6.rewound"}
+    assert check(run).problems == []
+    go_on(run)
     assert names(run) == {"2", "4", "6", "4.rewound", "6.rewound"}
     assert read(run / "checkpoints").digest == digest
-    audited = audit(run, replay=4, log=lambda text: None)
+    audited = check(run, replay=4)
     assert audited.problems == []
-    assert audited.orders == ["at step 2, back from step 6"]
+    assert audited.rewinds == ["to step 2 from step 6"]
 
 
 @pytest.mark.seconds
 def test_left_out_examples_are_told_and_replayed(run, capsys):
     digest = read(run / "checkpoints").digest
-    steer(run, rewind=2, skip_examples=5)
+    main(["rewind", str(run), "--to", "2", "--skip-examples", "5"])
+    told = capsys.readouterr()
+    assert "32 to 37" in told.err
+    assert told.out.startswith("next: ")
+    go_on(run)
     assert position(run, 2) == 2 * BATCH
     assert position(run, 6) == 6 * BATCH + 5
     assert read(run / "checkpoints").digest != digest
@@ -82,55 +101,100 @@ def test_left_out_examples_are_told_and_replayed(run, capsys):
     assert "32 to 37" in told
     assert "the same digest" in told
     with refused(ValueError, "--replay 6", "step 2"):  # over the place where they were left out
-        audit(run, replay=6, log=lambda text: None)
+        check(run, replay=6)
 
 
 @pytest.mark.slow
-def test_an_order_is_carried_out_once(run):
-    """As by a cluster that starts the same command again, here with nothing left to train."""
-    steer(run, rewind=2, skip_examples=5)
+def test_a_rewind_holds_until_a_later_step_is_saved_and_the_last_one_counts(run):
+    rewound(run, 2, skip_examples=9)
+    rewound(run, 2, skip_examples=5)  # in place of that, not besides
+    go_on(run)
     digest, files = read(run / "checkpoints").digest, names(run)
-    steer(run, rewind=2, skip_examples=5)
+    go_on(run)  # as a cluster starts it again, here with nothing left to train
     assert (read(run / "checkpoints").digest, names(run)) == (digest, files)
-    steer(run, num_steps=8, rewind=2, skip_examples=5)  # it goes on to another end
+    for step in (4, 6):  # as if it had been killed before it saved anything
+        shutil.rmtree(run / "checkpoints" / str(step))
+    go_on(run, 8)
     assert position(run, 8) == 8 * BATCH + 5
-    steer(run, num_steps=8, rewind=4, skip_examples=5)  # another order
+    rewound(run, 4, skip_examples=5)
+    go_on(run, 8)
     assert position(run, 8) == 8 * BATCH + 10
     assert names(run) >= {"6.rewound", "6.rewound-2", "8.rewound"}
-    config = dataclasses.replace(config_of(run.parent, 8), seed=1)  # the same of another config
-    steering = Steering(rewind=4, skip_examples=5)
-    train(config, run, steering=steering, resume_overrides=["seed"])
-    assert position(run, 8) == 8 * BATCH + 10
-    assert names(run) >= {"6.rewound-3", "8.rewound-2"}
-    audited = audit(run, log=lambda text: None)
+    audited = check(run)
     assert audited.problems == []
-    assert len(audited.orders) == 2
+    assert [text.partition(",")[0] for text in audited.rewinds] == [
+        "to step 2 from step 6",
+        "to step 4 from step 8",
+    ]
 
 
-@pytest.mark.seconds
-def test_a_kill_before_anything_is_saved_leaves_the_order_to_the_next_start(run):
-    steer(run, rewind=2, skip_examples=5)
+def test_a_rewind_is_taken_back(run):
+    """By another one before training goes on, or by hand."""
+    rewound(run, 6, skip_examples=5)
+    rewound(run, 6)
+    rewound(run, 6)  # nothing is left to do
+    rewound(run, 2, skip_examples=5)
     for step in (4, 6):
-        shutil.rmtree(run / "checkpoints" / str(step))
-    steer(run, rewind=2, skip_examples=5)
-    assert position(run, 6) == 6 * BATCH + 5
-    audited = audit(run, log=lambda text: None)
+        (run / "checkpoints" / f"{step}.rewound").rename(run / "checkpoints" / str(step))
+    go_on(run, 8)
+    assert position(run, 8) == 8 * BATCH
+    audited = check(run)
     assert audited.problems == []
-    assert "6" in audited.orders[0]
+    assert audited.rewinds == ["to step 6"]
 
 
-@pytest.mark.seconds
-def test_a_kill_while_checkpoints_are_set_aside_leaves_the_order_to_the_next_start(run):
-    (run / "checkpoints" / "4").rename(run / "checkpoints" / "4.rewound")
-    steer(run, rewind=2, skip_examples=5)
-    assert names(run) == {"2", "4", "6", "4.rewound", "6.rewound"}
-    audited = audit(run, log=lambda text: None)
-    assert audited.problems == []
-    assert audited.orders == ["at step 2, back from step 6, examples 32 to 37 left out"]
+class Killed(BaseException):
+    """As good as a kill: no handler of errors takes it."""
+
+
+class KillBeforeRename:
+    """Ends a process at the rename of a number, once armed: all that `rewind` does are renames."""
+
+    def __init__(self):
+        self.left = None
+        sys.addaudithook(self)
+
+    def __call__(self, event, arguments):
+        if event == "os.rename" and self.left is not None:
+            self.left -= 1
+            if self.left < 0:
+                self.left = None
+                raise Killed
+
+
+@pytest.mark.slow
+def test_killed_at_every_moment_it_is_done_by_the_same_command(run, tmp_path):
+    (run / "wandb.json").write_text("{}")
+    ends, kill, moments = set(), KillBeforeRename(), 0
+    for number in range(9):
+        copy = tmp_path / str(number) / "run"
+        shutil.copytree(run, copy)
+        shutil.copytree(run.parent / "tokens", copy.parent / "tokens")
+        kill.left = number
+        try:
+            rewound(copy, 2, skip_examples=5)
+        except Killed:
+            moments += 1
+            straight = copy.parent / "straight"
+            shutil.copytree(copy, straight)
+            assert check(straight).problems == []
+            newest = list_steps(straight / "checkpoints")[-1]
+            go_on(straight)  # from the newest that is left, or as rewound
+            assert position(straight, 6) == 6 * BATCH + 5 * (newest == 2)
+            assert check(straight).problems == []
+            rewound(copy, 2, skip_examples=5)
+        kill.left = None
+        go_on(copy)
+        assert check(copy).problems == []
+        assert {path.name for path in copy.iterdir()} >= {"wandb.json.rewound"}
+        ends.add((position(copy, 6), read(copy / "checkpoints").digest))
+    assert moments == 4  # the id of W&B, the journal, two checkpoints
+    assert len(ends) == 1
 
 
 def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
-    steer(run, num_steps=8, skip_examples=7)
+    rewound(run, 6, skip_examples=7)
+    go_on(run, 8)
     assert names(run) == {"2", "4", "6", "8"}
     assert position(run, 8) == 8 * BATCH + 7
 
@@ -139,23 +203,23 @@ def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
 def test_the_moments_begin_at_zero_while_step_data_and_schedule_go_on(run):
     config = config_of(run.parent, 8)
     other = dataclasses.replace(config, optimizer=MuonConfig(learning_rate=1e-3))
-    with refused(ValueError, "optimizer", "--new-optimizer-state"):
+    with refused(ValueError, "optimizer", f"maxmars rewind {run} --to 6 --new-optimizer-state"):
         train(other, run, resume_overrides=["optimizer"])
     undisturbed = run.parent / "undisturbed"
     shutil.copytree(run, undisturbed)
-    train(config_of(run.parent, 8), undisturbed)
-    steering = Steering(new_optimizer_state=True)
+    go_on(undisturbed, 8)
+    main(["rewind", str(run), "--to", "6", "--new-optimizer-state"])
     for _ in range(2):  # the second finds nothing left to do
-        train(config, run, steering=steering, resume_overrides=["optimizer"])
+        train(other, run, resume_overrides=["optimizer"])
     ended = [read(some / "checkpoints") for some in (run, undisturbed)]
     assert ended[0].step == ended[1].step
     assert ended[0].data_position == ended[1].data_position
     assert ended[0].digest != ended[1].digest
-    audited = audit(run, replay=2, log=lambda text: None)
+    audited = check(run, replay=2)
     assert audited.problems == []
-    assert "state of the optimizer" in audited.orders[0]
+    assert "state of the optimizer" in audited.rewinds[0]
     with refused(ValueError, "--replay 8", "step 6"):
-        audit(run, replay=8, log=lambda text: None)
+        check(run, replay=8)
 
 
 MARS = """
@@ -223,27 +287,65 @@ def test_the_moments_of_mars_are_carried_over_bit_by_bit(variant, change):
             assert jax.tree.all(jax.tree.map(np.array_equal, before, arrays))
 
 
-@pytest.mark.seconds
-def test_a_lie_about_what_was_left_out_is_found(run):
-    steer(run, rewind=2, skip_examples=5)
+@pytest.mark.parametrize("lie", ["position", "skip_examples", "digest", "step"])
+def test_a_lie_about_a_rewind_is_found(lie, run):
+    rewound(run, 2, skip_examples=5)
+    go_on(run, 4)
     path = run / "journal.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    began = next(line for line in lines if line.get("order"))
-    began["position"] = 2 * BATCH
+    told = next(line for line in lines if line["kind"] == "rewound")
+    told[lie] = "0" * 64 if lie == "digest" else told[lie] + 2
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert audit(run, log=lambda text: None).problems
+    assert check(run).problems
 
 
-def test_orders_that_make_no_sense(tmp_path, run):
-    before = names(run)
-    for steering, named in (({"rewind": 3}, ["step 3", "2, 4, 6"]), ({"rewind": 0}, ["step 0"])):
-        with refused(FileNotFoundError, *named):
-            steer(run, **steering)
-    assert names(run) == before
-    for steering in (Steering(rewind=2), Steering(skip_examples=1)):
-        with refused(ValueError, "--rewind", str(tmp_path / "new")):
-            train(config_of(run.parent), tmp_path / "new", steering=steering)
-    assert not (tmp_path / "new").exists()
+def test_rewinds_that_make_no_sense(tmp_path, run, capsys):
+    shutil.copytree(run / "checkpoints" / "2", tmp_path / "2")
+    for file in (run / "checkpoints" / "4" / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[::-1])
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
+    del before[run / "checkpoints"]
+    for words, named in (
+        ([run, "--to", "3"], ["step 3", "2, 4, 6"]),
+        ([run, "--to", "0"], ["step 0"]),
+        ([run, "--to", "4"], ["step 4"]),
+        ([tmp_path / "new", "--to", "2"], [str(tmp_path / "new")]),
+        ([run / "checkpoints" / "2", "--to", "2"], ["2"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["rewind", *map(str, words)])
+        assert ended.value.code == 1
+        told = " ".join(capsys.readouterr().err.split())
+        for some in named:
+            assert some in told
+    lock = acquire(run / "checkpoints")
+    with refused(ValueError, run / "checkpoints"):
+        rewound(run, 2)
+    lock.release()
+    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
+    del after[run / "checkpoints"]
+    assert after == before
+
+
+def test_a_run_that_was_steered_by_options_of_train_is_refused_in_a_line(run, capsys):
+    path = run / "journal.jsonl"
+    began, *others = map(json.loads, path.read_text().splitlines())
+
+    def write(order):
+        lines, above = [], None
+        for line in ({**began, "order": order}, *others):
+            lines.append({**line, "before": above and hash_of(above)})
+            above = lines[-1]
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    write({"rewind": None, "skip_examples": 5, "new_optimizer_state": False, "id": "0", "from": 2})
+    for call in (lambda: go_on(run, 8), lambda: check(run), lambda: rewound(run, 2)):
+        with refused(ValueError, path, "step 0", "--init-from"):
+            call()
+    write(None)
+    go_on(run, 8)
+    assert position(run, 8) == 8 * BATCH
 
 
 CONFIG = """
@@ -260,7 +362,7 @@ def get_config():
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_two_processes_are_killed_in_a_steered_session_and_go_on(tmp_path):
+def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
     """Bit by bit as one process that was left alone: back, past examples, with a new optimizer and
     a guard of gradient norms, which skips steps."""
     config = CONFIG.format(tests=str(Path(__file__).parents[1]))
@@ -269,10 +371,11 @@ def test_two_processes_are_killed_in_a_steered_session_and_go_on(tmp_path):
     assert finish(start(tmp_path, "alone"))[0] == 0
     shutil.copytree(alone, two)
     (tmp_path / "config.py").write_text(config.replace("optimizer=ADAMW", "optimizer=LionConfig()"))
+    for run in (alone, two):
+        main(["rewind", str(run), "--to=2", "--skip-examples=5", "--new-optimizer-state"])
     until = "--num-steps 60 --checkpoint.every 10 --resume-overrides guard,optimizer"
-    order = "--rewind 2 --skip-examples 5 --new-optimizer-state"
     guard = "--guard.grad-norm-spike-threshold 1 --guard.history 3 --guard.max-consecutive-skips 50"
-    words = [*until.split(), *order.split(), *guard.split()]
+    words = [*until.split(), *guard.split()]
 
     killed = start_two(tmp_path, "two", *words)
     try:
@@ -300,18 +403,25 @@ def test_two_processes_are_killed_in_a_steered_session_and_go_on(tmp_path):
     words = ["-m", "maxmars", "audit", two, "--replay", replay]
     code, output = finish(start_python(tmp_path, *words, devices=2))
     assert code == 0, output
-    for told in ("back from step 6", "32 to 37", "a new state of the optimizer", "the same digest"):
+    for told in (
+        "to step 2 from step 6",
+        "32 to 37",
+        "a new state of the optimizer",
+        "the same digest",
+    ):
         assert told in output
     journal = (two / "journal.jsonl").read_text()
     lines = [json.loads(line) for line in journal.splitlines()]
     for lie in (
-        {"order": {"rewind": 4}},
-        {"order": {"skip_examples": 6}},
-        {"order": {"new_optimizer_state": False}},
+        {"step": 4},
+        {"skip_examples": 6},
+        {"new_optimizer_state": False},
         {"config": {"optimizer": {"learning_rate": 1.0}}},
         {"config": {"guard": {"grad_norm_spike_threshold": 2.0}}},
     ):
-        told = [merged(line, lie) if line.get("order") else line for line in lines]
+        kind = "began" if "config" in lie else "rewound"
+        last = max(i for i, line in enumerate(lines) if line["kind"] == kind)
+        told = [*lines[:last], merged(lines[last], lie), *lines[last + 1 :]]
         (two / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
         assert audit(two, compare_arrays=False, log=lambda text: None).problems, lie
     (two / "journal.jsonl").write_text(journal)
