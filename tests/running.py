@@ -136,7 +136,7 @@ def free_port():
 
 def gpus_for_jax(folder, monkeypatch):
     """Let this Python's JAX have a plugin for GPUs, which is never loaded."""
-    (folder / "plugin" / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    (folder / "plugin" / "jax_plugins" / "xla_cuda13").mkdir(parents=True, exist_ok=True)
     (folder / "plugin" / "jax_plugins" / "xla_cuda13" / "__init__.py").touch()
     monkeypatch.syspath_prepend(folder / "plugin")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)

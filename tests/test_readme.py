@@ -85,7 +85,6 @@ def flags_of(words: list[str]) -> dict[str, list[str]]:
 
 def test_commands_have_these_flags(place, tmp_path, monkeypatch, capsys):
     """Commands of one kind have the same options, which are looked at once: it takes a second."""
-    gpus_for_jax(tmp_path, monkeypatch)  # `launch slurm --gpus-per-node` wants them
     flags: dict[tuple[str, ...], dict[str, list[str]]] = {}
     shown: dict[tuple[str, ...], list[str]] = {}  # of a kind, its words before the options
     for (name, *_), (command, *rest) in MAXMARS.items():
@@ -115,7 +114,9 @@ def test_commands_have_these_flags(place, tmp_path, monkeypatch, capsys):
             words = [*words, *itertools.chain(*([flag, *v] for flag, v in options.items()))]
             assert parse_arguments(TrainArguments, words, prog="maxmars train").config.name
         elif command == "launch" and rest != words:
-            main([command, rest[0], "--dry-run", *rest[1:]])
+            with monkeypatch.context() as patch:
+                gpus_for_jax(tmp_path, patch)
+                main([command, rest[0], "--dry-run", *rest[1:]])
             assert "maxmars train" in capsys.readouterr().out
         else:
             with pytest.raises(SystemExit) as stop:
