@@ -8,7 +8,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -34,7 +34,7 @@ from maxmars.checkpoint.reader import (
 )
 from maxmars.config import CheckpointConfig, TrainConfig, to_dict
 from maxmars.distributed import processes
-from maxmars.distributed.files import reporting, set_aside
+from maxmars.distributed.files import is_remote, reporting, set_aside
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._is_due = False
         self._lock = acquire(self._directory)
         try:
-            if processes.is_primary():
-                self._remove_unfinished()
-            processes.barrier("maxmars: removed unfinished checkpoints")
+            # In a bucket the run that this one takes over from may be ending a save.
+            if not is_remote(self._directory):
+                self._remove_unfinished(self._directory.iterdir)
             self._orbax = self._open_orbax()
         except BaseException:
             self._release()
@@ -179,6 +179,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         line = journal(step, meta["digest"], data_position, tokens)
         meta |= {"tokens": tokens, "journal": line}
         meta["checksum"] = checksum(meta)
+        if is_remote(self._directory):
+            self._remove_unfinished(lambda: [self._directory / str(step)])
         with self._reporting(), _orbax_context(state):
             self._pending = self._orbax.save_checkpointables_async(
                 step, {"state": to_plain(state), "meta": meta}, force=True, overwrite=True
@@ -215,8 +217,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 checkpoint.run_config()  # refuses an imported model
                 wanted = abstract_state(checkpoint) if callable(abstract_state) else abstract_state
                 state = load_arrays(checkpoint, wanted, whole=whole)
-                newer = [s for s in steps_of_run(self._directory) if s > checkpoint.step]
-                self._set_aside(newer)
+                # Not those that are newer alone: in a bucket one may have been completed meanwhile.
+                self._set_aside([damaged for damaged, _ in candidate.skipped])
                 self._on_disk = {checkpoint.step: checkpoint.digest}
                 return Loaded(state=state, checkpoint=checkpoint, skipped=candidate.skipped)
         raise AssertionError("unreachable")
@@ -261,13 +263,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         is_open = processes.all_processes(opened is not None)
         return opened if opened is not None and is_open else open_manager(lightweight=True)
 
-    def _remove_unfinished(self) -> None:
-        """Remove what the saves of killed runs left; Orbax ignores but keeps it."""
-        for path in self._directory.iterdir():
+    def _remove_unfinished(self, paths: Callable[[], Iterable[Any]]) -> None:
+        """Remove those that the saves of killed runs left, which Orbax ignores but keeps; every
+        process calls."""
+        for path in paths() if processes.is_primary() else ():
             if ".orbax-checkpoint-tmp" in path.name or (is_step(path) and not is_committed(path)):
                 # What cannot be removed costs space and nothing else; the next start tries again.
                 with contextlib.suppress(OSError), reporting(path):
                     path.rmtree(missing_ok=True)
+        processes.barrier("maxmars: removed unfinished checkpoints")
 
     def _set_aside(self, steps: Sequence[int]) -> None:
         """Rename damaged checkpoints, so that they count no more; in a bucket this copies files."""

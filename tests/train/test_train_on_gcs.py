@@ -163,9 +163,12 @@ def test_taken_over_killed_and_continued(tmp_path):
 
     with fake_gcs.serve() as server:
         runs, workdir = Runs(tmp_path, server.environment), "gs://bucket/run"
-        first = runs.start(workdir, "--num-steps", "100000", "--checkpoint.keep-last", "1")
-        wait_until(lambda: "run/checkpoints/10/commit_success.txt" in server.objects, first)
-        second = runs.start(workdir, "--num-steps", "100000", "--checkpoint.keep-last", "1000")
+        # A second between saves, where real runs have minutes.
+        rarely = ["--num-steps", "100000", "--checkpoint.every-minutes", "0.02"]
+        rarely += ["--checkpoint.every", "None"]
+        first = runs.start(workdir, *rarely)
+        wait_until(lambda: len(committed_steps()) > 1, first)
+        second = runs.start(workdir, *rarely, "--checkpoint.keep-last", "1000")
         code, output = finish(first)
         assert code == 1  # which no launcher starts again
         assert f"process {second.pid} on" in output.splitlines()[-1]
