@@ -79,7 +79,9 @@ def _in_primary(function: Callable[[], T], directory: Any) -> T | None:
     if (told := processes.from_primary(told)) is None:
         return result
     kind = InUseError if told == InUseError.__name__ else OSError
-    raise problem or kind(f"process 0 may not write to {directory}; it says why.")
+    raise problem or kind(
+        f"process 0 could not open {directory} for writing, or has lost it; it says why."
+    )
 
 
 def is_owned(directory: Any, patience_s: float = 0.0) -> bool:
