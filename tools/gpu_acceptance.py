@@ -82,7 +82,7 @@ TESTS = {
         "tests/model/test_cross_entropy.py",
         "tests/optim/test_newton_schulz.py",
         "tests/checkpoint/test_digest.py",
-        "tests/plan/test_trace.py",
+        "tests/tools/test_trace_table.py",
     ),
     "training": ("tests/train/test_step.py",),
     "resume": ("tests/train/test_killed.py",),
