@@ -61,7 +61,7 @@ class Source:
         parsed = cls.parse(source, field=field, example=example) if is_text else source
         if not parsed.file and field != "optimizer.make":
             raise ValueError(
-                f"{field}={parsed} names a function of an installed package, which is possible for "
+                f"{field}={str(parsed)!r} names a function of an installed package, which is possible for "
                 f"optimizer.make alone; name a file, as {example}."
             )
         if not is_text or not parsed.file:

@@ -149,7 +149,7 @@ def _rows(batch: Batch) -> list[Batch]:
     return [dict(zip(batch, row, strict=True)) for row in zip(*batch.values(), strict=True)]
 
 
-def _document_starts(stream: TokenStream) -> Int64[np.ndarray, " documents+1"]:
+def _document_starts(stream: TokenStream) -> Int64[np.ndarray, " starts"]:
     """Where each document starts in a stream, and where the last one ends."""
     of_split = None if stream.metadata is None else stream.metadata.splits[stream.split].documents
     if of_split is None:

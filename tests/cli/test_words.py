@@ -312,7 +312,7 @@ CREDENTIALS = [
 
 
 @pytest.mark.parametrize("row", CREDENTIALS, ids=lambda row: row[0])
-def test_credentials_are_refused_where_they_enter_a_record(row, call, tmp_path):
+def test_credentials_are_refused_where_they_enter_a_record(row, call, tmp_path, own_checks_only):
     words, named = row
     write_files(tmp_path)
     (tmp_path / "own.py").write_text(WITH_OPTIONS)
