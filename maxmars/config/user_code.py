@@ -61,8 +61,8 @@ class Source:
         parsed = cls.parse(source, field=field, example=example) if is_text else source
         if not parsed.file and field != "optimizer.make":
             raise ValueError(
-                f"{field}={str(parsed)!r} names a function of an installed package, which is possible for "
-                f"optimizer.make alone; name a file, as {example}."
+                f"{field}={str(parsed)!r} names a function of an installed package, which is "
+                f"possible for optimizer.make alone; name a file, as {example}."
             )
         if not is_text or not parsed.file:
             return parsed
