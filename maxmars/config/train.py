@@ -293,13 +293,23 @@ def to_dict(config: Any) -> Any:
 
 
 _REMOVED = {
-    "hellaswag_too_long": "export it with the code that wrote it, and go on by --init-from",
-    "orthogonality_every": "nothing measures it now; start anew, by --init-from from its weights",
-    "tpu_compiler_options": "set LIBTPU_INIT_ARGS='--NAME=VALUE ...' in the environment",
-    "document_end_id": "train a new run with data.packing=split, from its weights by --init-from",
-    "map": "train a new run on GrainConfig(source=...) that maps maxmars.data.dataset(...)",
+    "hellaswag_too_long": (
+        "cut",
+        "export it with the code that wrote it, and go on by --init-from",
+    ),
+    "orthogonality_every": (
+        None,
+        "nothing measures it now; start anew, by --init-from from its weights",
+    ),
+    "tpu_compiler_options": ("auto", "set LIBTPU_INIT_ARGS='--NAME=VALUE ...' in the environment"),
+    "document_end_id": (
+        None,
+        "train a new run with data.packing=split, from its weights by --init-from",
+    ),
+    "map": (None, "train a new run on GrainConfig(source=...) that maps maxmars.data.dataset(...)"),
 }
-"""Fields of older records, and the way out for a record that uses one."""
+"""Fields of older records: the value of each where it was not in use, and the way out for a record
+that uses it."""
 
 
 def from_dict(value: Any) -> Any:
@@ -325,26 +335,23 @@ def from_dict(value: Any) -> Any:
     if name not in _CONFIG_CLASSES:
         raise ValueError(f"unknown config type {name!r}; known: {', '.join(_CONFIG_CLASSES)}.")
     config_class = _CONFIG_CLASSES[name]
-    unknown = fields.keys() - {f.name for f in dataclasses.fields(config_class)}
-    for field_name in unknown & _REMOVED.keys():
-        if fields.pop(field_name) not in (None, False, "cut", "auto"):
+    for field_name in sorted(fields.keys() - {f.name for f in dataclasses.fields(config_class)}):
+        field = fields.pop(field_name)
+        unused, way_out = _REMOVED.get(field_name, (None, ""))
+        if field is None or field is False or field == unused:
+            continue
+        if not way_out:
             raise ValueError(
-                f"{name} sets {field_name}, which this maxmars does not have; "
-                f"{_REMOVED[field_name]}."
+                f"{name} has no field {field_name}; the config was written by another version of "
+                "maxmars."
             )
-    unknown -= _REMOVED.keys()
+        raise ValueError(f"{name} sets {field_name}, which this maxmars does not have; {way_out}.")
     if fields.get("packing") == "best_fit":
         raise ValueError(
             f"{name} sets packing=best_fit, which this maxmars does not have; train a new run with "
             "data.packing=split, or with GrainConfig(source='tools/examples/best_fit.py:windows')."
         )
-    unused = {n for n in unknown if fields[n] is None or fields[n] is False}
-    if used := unknown - unused:
-        raise ValueError(
-            f"{name} has no field {', '.join(sorted(used))}; the config was written by another "
-            "version of maxmars."
-        )
-    return config_class(**{n: value for n, value in fields.items() if n not in unused})
+    return config_class(**fields)
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
