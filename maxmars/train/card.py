@@ -30,7 +30,11 @@ from maxmars.model.parameters import Parameters
 from maxmars.train.audit import audit
 from maxmars.train.journal import began_in, lines_to, trajectory
 from maxmars.train.metrics import read_metrics
-from maxmars.train.optimizer import summarize_rules
+from maxmars.train.optimizer import (
+    evaluated_in_words,
+    own_evaluation_params,
+    summarize_rules,
+)
 
 CARD, SOURCE_CARD = "README.md", "SOURCE_README.md"
 
@@ -135,12 +139,16 @@ def _training(stored: Checkpoint) -> list[tuple[str, Any]]:
     first = first.replace("/checkpoints/", ", step ")
     losses = {row["step"]: row["train/loss"] for row in read_metrics(run) if "train/loss" in row}
     settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
+    parameters = Parameters(config.model)
+    is_named = own_evaluation_params(config.optimizer, parameters) is not None
+    exported = config.ema_decay is not None or is_named
     commands = {line["command"] or "a call in Python": line["step"] for line in reversed(began)}
     return [
         ("steps", f"{stored.step:,} of {config.num_steps:,}, {stored.tokens:,} tokens"),
         ("batch", f"{config.global_batch_size:,} sequences of {config.model.max_seq_len:,} tokens"),
-        ("optimizer", summarize_rules(config.optimizer, Parameters(config.model))),
+        ("optimizer", summarize_rules(config.optimizer, parameters)),
         ("settings", ", ".join(f"{k}={v}" for k, v in settings.items())),
+        *([("weights", evaluated_in_words(config))] if exported else []),
         ("schedule", f"{config.schedule.warmup_steps:,} steps up, then {config.schedule.decay}"),
         *(
             (f"data {p['name']}", f"{p['num_tokens']:,} tokens of {p['source']}")

@@ -128,7 +128,9 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/proc/nobody")
     monkeypatch.delenv("MAXMARS_CACHE", raising=False)
     with pytest.raises(SystemExit) as stopped:
-        cli.main(["train", "quickstart", "--workdir", str(tmp_path / "run")])
+        cli.main(
+            ["train", "quickstart", "--workdir", str(tmp_path / "run"), "--num-processes", "1"]
+        )
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert stopped.value.code == 1
     assert "~/.cache/maxmars" in line

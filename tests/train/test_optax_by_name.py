@@ -99,7 +99,7 @@ def test_there_is_none_of_this_name(make):
 
 
 def test_a_model_is_named_by_its_file_alone():
-    with refused(ValueError, "model.make=flax.nnx:Linear", "optimizer.make alone"):
+    with refused(ValueError, "model.make='flax.nnx:Linear'", "optimizer.make alone"):
         ModuleConfig(make="flax.nnx:Linear", vocab_size=8, max_seq_len=8)
 
 

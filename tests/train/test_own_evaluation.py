@@ -143,7 +143,7 @@ def test_another_function_may_score_a_finished_run_or_be_added_to_it(folder):
     }
     main(["audit", "run"])
     main(["report", "run"])
-    assert "](figures/evaluations.png)" in (folder / "run" / "report" / "report.md").read_text()
+    assert "said/texts" in (folder / "run" / "report" / "curves.csv").read_text()
     main(["eval", "run", "--tasks", "own", "--output", "scores.json", "--num-processes", "1"])
     assert json.loads((folder / "scores.json").read_text())["own"].keys() == {"said"}
 

@@ -84,7 +84,7 @@ def test_a_missing_package_is_found_before_the_workdir_is_begun(
     tmp_path, monkeypatch, package, extra, log
 ):
     monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
-    with refused(ImportError, package, f"'.[{extra}]'"):
+    with refused(ImportError, package, f"[{extra}]'"):
         train(short_config(tmp_path / "tokens", log=log), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
