@@ -85,9 +85,13 @@ def test_documents_of_other_programs_are_found_by_the_token_that_ends_them(tmp_p
         documents(named, "train")
 
 
-def test_a_damaged_list_of_documents_is_named(directory, tmp_path):
+@pytest.mark.usefixtures("own_checks_only")
+def test_an_unknown_packing_is_named(directory):
     with refused(ValueError, "packing='best_fit'"):
         dataset(directory, "train", LENGTH, "best_fit")
+
+
+def test_a_damaged_list_of_documents_is_named(directory, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
     for file in directory.iterdir():
