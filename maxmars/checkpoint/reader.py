@@ -27,7 +27,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from maxmars.checkpoint.digest import digest, from_plain, leaf_types, to_plain
-from maxmars.config import ModelConfig, TrainConfig, from_dict
+from maxmars.config import TrainConfig, from_dict
 from maxmars.distributed import files, processes
 from maxmars.distributed.workdir import CHECKPOINTS
 
@@ -71,9 +71,9 @@ class Checkpoint:
     data_position: int
     """Training examples consumed."""
     data_digest: str | None
-    """Digest of the data that the run read; None where no run wrote the checkpoint."""
-    config: TrainConfig | ModelConfig
-    """Of the run; of the model alone if no run wrote the checkpoint."""
+    """Digest of the data that the run read; None where `Checkpointer` was told of none."""
+    config: TrainConfig
+    """Of the run."""
     environment: dict[str, Any]
     """Versions, devices and mesh of the run that wrote it; see `environment.environment`."""
     types: dict[str, str]
@@ -86,29 +86,12 @@ class Checkpoint:
     """Trained on so far; with another batch size or length, a step may have had more or fewer."""
     journal: str | None
     """Hash of the line in the run's journal that tells of this save, see `train/README.md`; None
-    where no run wrote the checkpoint."""
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.config.model if isinstance(self.config, TrainConfig) else self.config
+    where `Checkpointer.save` was told of none."""
 
     @property
     def has_evaluation_params(self) -> bool:
         """Whether others than `params`, which are trained, are evaluated and exported."""
         return any(name.startswith("evaluation_params/") for name in self.types)
-
-    def run_config(self) -> TrainConfig:
-        """The configuration of the run, to continue it.
-
-        Raises:
-          ValueError: the checkpoint holds the parameters of an imported model.
-        """
-        if not isinstance(self.config, TrainConfig):
-            raise ValueError(
-                f"{self.path} holds the parameters of an imported model and no run that could be "
-                "continued; start a run from them, in a directory of its own, with --init-from."
-            )
-        return self.config
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -494,8 +477,8 @@ def _read_checkpoint(path: Any) -> Checkpoint:
         types={name: leaf["type"] for name, leaf in meta["leaves"].items()},
         digests={name: leaf["digest"] for name, leaf in meta["leaves"].items()},
         digest=meta["digest"],
-        tokens=meta.get("tokens", 0),
-        journal=meta.get("journal"),
+        tokens=meta["tokens"],
+        journal=meta["journal"],
     )
 
 
@@ -503,13 +486,19 @@ def _check_version(path: Any, meta: dict[str, Any]) -> None:
     """Refuse a checkpoint of another maxmars, whatever it is asked for.
 
     Raises:
-      ValueError: it has another format, or a config of other fields; or a run before there were
-        journals wrote it.
+      ValueError: it has another format, or a config of other fields; a run before there were
+        journals wrote it; or it is of no run.
     """
+    if meta["config"]["type"] != TrainConfig.__name__:
+        raise ValueError(
+            f"{path} is a copy of a Hugging Face model that `maxmars import` made, which this "
+            "maxmars does not read; name the model itself: imported_from.json in "
+            f"{path.parent.parent} says which one it is."
+        )
     problem, version = None, meta["format_version"]
     if version != FORMAT_VERSION:
         problem = f"this maxmars reads format {FORMAT_VERSION}"
-    elif meta["config"]["type"] == TrainConfig.__name__ and "journal" not in meta:
+    elif "journal" not in meta:
         problem = "this maxmars reads checkpoints that name a line of their run's journal"
     else:
         try:

@@ -214,7 +214,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._finish()
         for candidate in candidates(self._directory, step):
             with candidate as checkpoint:
-                checkpoint.run_config()  # refuses an imported model
                 wanted = abstract_state(checkpoint) if callable(abstract_state) else abstract_state
                 state = load_arrays(checkpoint, wanted, whole=whole)
                 # Not those that are newer alone: in a bucket one may have been completed meanwhile.

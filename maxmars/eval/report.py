@@ -16,7 +16,7 @@ from rich.table import Table
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.environment import environment
-from maxmars.config import DataConfig, EvalConfig, TrainConfig
+from maxmars.config import DataConfig, EvalConfig
 from maxmars.config.checks import require
 from maxmars.config.user_code import Source
 from maxmars.data.batches import ValidationBatches, open_data
@@ -290,9 +290,8 @@ def _open_windows(
     """The windows that the loss is measured on, and where they are from; None where nothing says
     which."""
     first = targets[0]
-    run = read(first.checkpoints, first.step).config if isinstance(first, RunTarget) else None
-    if isinstance(run, TrainConfig):
-        assert isinstance(first, RunTarget)
+    if isinstance(first, RunTarget):
+        run = read(first.checkpoints, first.step).config
         data = data or recorded_code(run.data, first.workdir, SOURCES)
         num_windows = num_windows or run.eval.num_windows
     if data is None:

@@ -187,7 +187,7 @@ class RunTarget:
 
     def config(self) -> ModelConfig:
         """The configuration of the model, as it was trained."""
-        return read(self.checkpoints, self.step).model
+        return read(self.checkpoints, self.step).config.model
 
     def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer that the run was trained with.
@@ -215,7 +215,7 @@ class RunTarget:
         Raises:
           ValueError: see `recorded_code`.
         """
-        config: Any = stored.model
+        config: Any = stored.config.model
         if config.make is None:
             # It may run on other devices than it was trained on.
             return dataclasses.replace(config, attention="auto")
@@ -445,7 +445,7 @@ def export_model(
             return write(config, target.name, model, target)
         for candidate in candidates(target.checkpoints, target.step):
             with candidate as stored:
-                config: Any = stored.model
+                config: Any = stored.config.model
                 if config.make is None:
                     read_layout = functools.partial(_read_layout, stored)
                     model = huggingface.gpt2_model(config, read_layout)
@@ -462,7 +462,7 @@ def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.
     Raises:
       ValueError: it has none, or returns something else.
     """
-    what = f"{stored.path} holds the model of {stored.model.make}"
+    what = f"{stored.path} holds the model of {stored.config.model.make}"
     if not supports(config, "export"):
         raise ValueError(
             f"{what}, which has no method export, and is no GPT-2: export cannot know which model "
@@ -485,7 +485,7 @@ def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.
 
 def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
     """One parameter of a checkpoint, as Hugging Face's arrays."""
-    leaf = flatten_dict(Parameters(stored.model).abstract)[layout.path]
+    leaf = flatten_dict(Parameters(stored.config.model).abstract)[layout.path]
     array = np.asarray(jax.tree.leaves(load_params(stored, unflatten_dict({layout.path: leaf})))[0])
     return array if layout.stacked else [array]
 

@@ -148,7 +148,7 @@ def audit(
     directory = resolve(checkpoints.parent)  # of the run, also where its checkpoints were named
     steps = list_steps(checkpoints)
     newest = read(checkpoints)
-    config = newest.run_config()  # refuses an imported model
+    config = newest.config
     if compare_arrays:
         require_64_bits(newest)
     lines = read_journal(directory)

@@ -93,7 +93,7 @@ def write_card(
     license_fields, license_text = _license(directory, exported)
     tags = ["maxmars", "jax", *(["gpt2"] if exported.config.make is None else [])]
     if stored is not None:
-        optimizer = type(stored.run_config().optimizer).__name__.removesuffix("Config").lower()
+        optimizer = type(stored.config.optimizer).__name__.removesuffix("Config").lower()
         tags += ["pretraining", optimizer]
     front: dict[str, Any] = {
         "library_name": "transformers",
@@ -132,7 +132,7 @@ def _run_of(stored: Checkpoint) -> Workdir:
 
 def _training(stored: Checkpoint) -> list[tuple[str, Any]]:
     """Names and values of what the run recorded up to the checkpoint."""
-    config, here, run = stored.run_config(), stored.environment, _run_of(stored)
+    config, here, run = stored.config, stored.environment, _run_of(stored)
     mesh = " ".join(f"{axis}={size}" for axis, size in here["mesh"].items())
     began = began_in(trajectory(lines_to(read_journal(run), stored.journal) or []))
     first = (began[0]["init_from"] or {}).get("weights", "random") if began else "not recorded"
@@ -184,7 +184,7 @@ def _scores_of_run(stored: Checkpoint) -> Iterator[_Score]:
     values = {key: value for row in rows for key, value in row.items()}
     if "eval/loss" in values:
         names = ", ".join(part["name"] for part in _data(run)) or "validation split"
-        windows = f"{stored.run_config().eval.num_windows:,} windows"
+        windows = f"{stored.config.eval.num_windows:,} windows"
         yield _loss(names, float(values["eval/loss"]), windows)
     for protocol, prefix in METRICS.items():
         if f"eval/{prefix}_acc" in values:

@@ -145,9 +145,9 @@ def _read_run(
     """The fields of the state that come from a checkpoint, and the path of that checkpoint."""
     for candidate in candidates(directory, step):
         with candidate as saved:
-            _check_model(saved.path, saved.model, config.model)
+            _check_model(saved.path, saved.config.model, config.model)
             if not optimizer_state:
-                params = load_params(saved, _as_stored(abstract.params, saved.model))
+                params = load_params(saved, _as_stored(abstract.params, saved.config.model))
                 return {"params": params}, saved.path
             wanted = {name: getattr(abstract, name) for name in _WITH_OPTIMIZER}
             _check_optimizer(saved, config, leaf_types(wanted))
@@ -227,8 +227,6 @@ def _check_model(path: Any, theirs: ModelConfig, ours: ModelConfig) -> None:
 
 def _check_optimizer(saved: Checkpoint, config: TrainConfig, wanted: dict[str, str]) -> None:
     """Check that a checkpoint has the arrays `wanted`, and that they mean the same."""
-    if not isinstance(saved.config, TrainConfig):
-        raise _no_optimizer_state(saved.path)
     way_out = "leave out --init-optimizer-state to start with a new one"
     before, after = (type(some.optimizer) for some in (saved.config, config))
     if before is not after:  # two optimizers may have the same arrays

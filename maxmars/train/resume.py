@@ -54,7 +54,7 @@ def saved_run(checkpoints: Workdir, overrides: Sequence[str]) -> Checkpoint | No
         overrides.
     """
     try:
-        saved = read(checkpoints)
+        return read(checkpoints)
     except FileNotFoundError:
         if overrides:
             raise ValueError(
@@ -62,8 +62,6 @@ def saved_run(checkpoints: Workdir, overrides: Sequence[str]) -> Checkpoint | No
                 f"is no checkpoint in {checkpoints}; leave it out, or check --workdir."
             ) from None
         return None
-    saved.run_config()  # refuses an imported model
-    return saved
 
 
 def continued_config(
@@ -89,7 +87,7 @@ def continued_config(
       ValueError: a field that defines the run differs and is not in `overrides`, `overrides` names
         a field that does not exist, or the checkpoint's arrays would not fit.
     """
-    stored = saved.run_config()
+    stored = saved.config
     known = [name for some in (stored, config) for name in _names(to_dict(some))]
     for name in overrides:
         if name not in known:
@@ -166,7 +164,7 @@ def rounding_change(
     saved: Checkpoint, config: TrainConfig, environment: Mapping[str, Any]
 ) -> str | None:
     """How what the rounding depends on differs from before, in one line; None if it does not."""
-    stored = saved.run_config()
+    stored = saved.config
     changes = []
     if (old := saved.environment.get("mesh", {})) and old != (new := environment["mesh"]):
         meshes = (" ".join(f"{a}={n}" for a, n in shape.items()) for shape in (old, new))
@@ -195,7 +193,7 @@ def _misfit(
     saved: Checkpoint, config: TrainConfig, parameters: Parameters, *, new_optimizer_state: bool
 ) -> str | None:
     """What of the checkpoint does not fit the config, in words; None if all does."""
-    state, before = abstract_train_state(config, parameters), saved.run_config().optimizer
+    state, before = abstract_train_state(config, parameters), saved.config.optimizer
 
     def first_misfit_of(part: str) -> str | None:
         there, here = (

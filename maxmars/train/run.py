@@ -210,7 +210,7 @@ def check(
         )
     recorded = None
     if saved is not None and is_same_place(saved.environment, here):
-        recorded = saved.run_config()
+        recorded = saved.config
         if recorded.global_batch_size != config.global_batch_size:
             recorded = None
     check_memory(config, mesh, state)

@@ -176,7 +176,7 @@ def abstract_saved_state(
 
     With `new_optimizer_state` it has none of the optimizer.
     """
-    state, config, stored = train_step.abstract_state, train_step.config, saved.run_config()
+    state, config, stored = train_step.abstract_state, train_step.config, saved.config
     before = dataclasses.replace(config, guard=stored.guard)
     if not new_optimizer_state and not isinstance(config.optimizer, OptaxConfig):
         before = dataclasses.replace(before, optimizer=stored.optimizer)

@@ -88,7 +88,7 @@ def around(run):
     (folder / "nonsense" / "tokenizer").mkdir()
     (folder / "nonsense" / "tokenizer" / "tokenizer_config.json").write_text("null")
     make_run(folder / "anothers", BASE, one, ByteTokenizer())
-    assert read(folder / "anothers" / "checkpoints").model == BASE
+    assert read(folder / "anothers" / "checkpoints").config.model == BASE
     write_hf(folder / "bytes", hf_fields(BYTES), hf_arrays(BYTES))
     large = hf_arrays(BYTES)
     large["h.1.ln_1.bias"][3] = 7e4

@@ -42,9 +42,9 @@ def run(folder, tmp_path):
     return tmp_path / "run"
 
 
-def go_on(folder, run):
+def go_on(folder, run, init_from=None):
     """Continue a run to 4 steps, which are those of the sound one; what the audit says."""
-    train(config_of(folder, 4), run, quiet=True)
+    train(config_of(folder, 4), run, init_from=init_from, quiet=True)
     digests = [read(workdir / "checkpoints").digest for workdir in (run, folder / "sound")]
     assert digests[0] == digests[1]
     return audit(run, log=lambda text: None)
@@ -83,17 +83,44 @@ def test_metrics_that_are_not_what_was_recorded_are_told(folder, run, caplog):
     assert "metrics.jsonl changed since step 0" in caplog.text
 
 
-def test_a_run_of_another_version_is_refused_in_a_line_by_every_command(folder, run, capsys):
+def of_format_2(meta):
+    return meta | {"format_version": 2, "environment": {"git_commit": "a" * 40}}
+
+
+def imported(meta):
+    """What `maxmars import` wrote: a model, and no run."""
+    kept = {name: field for name, field in meta.items() if name not in ("tokens", "journal")}
+    return kept | {"config": meta["config"]["model"], "data_digest": None}
+
+
+def rewrite(run, change):
     for path in run.glob("checkpoints/*/meta/data.json"):
-        meta = json.loads(path.read_text())
-        meta |= {"format_version": 2, "environment": {"git_commit": "a" * 40}}
+        meta = change(json.loads(path.read_text()))
         path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (of_format_2, ["written in format 2", f"git checkout {'a' * 40}"]),
+        (imported, ["maxmars import", "imported_from.json"]),
+    ],
+)
+def test_what_another_version_wrote_is_refused_in_a_line_by_every_command(
+    folder, run, capsys, change, words
+):
+    def times():
+        paths = [path for path in run.rglob("*") if path.name != ".lock"]
+        return {path: path.stat().st_mtime_ns for path in paths}
+
+    rewrite(run, change)
+    before = times()
     train_here = ["train", f"quickstart:data={folder / 'tokens'}", "--num-processes", "1"]
     for command in (
         [*train_here, "--workdir", run],
         [*train_here, "--workdir", run.parent / "new", "--init-from", run],
         ["audit", run],
+        ["rewind", run, "--to", "2"],
         ["eval", run, "--tasks", "loss", "--num-processes", "1"],
         ["generate", run, "--prompt", "a"],
         ["export", run, run.parent / "out"],
@@ -102,9 +129,16 @@ def test_a_run_of_another_version_is_refused_in_a_line_by_every_command(folder, 
             main([str(word) for word in command])
         assert ended.value.code == 1
         (line,) = (some for some in capsys.readouterr().err.splitlines() if "error:" in some)
-        assert "written in format 2" in line
-        assert f"git checkout {'a' * 40}" in line
-    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+        for word in (str(run / "checkpoints"), *words):
+            assert word in line
+    assert times() == before
+
+
+@pytest.mark.seconds
+def test_a_run_from_imported_weights_goes_on_without_them(folder, run):
+    rewrite(folder / "origin", imported)
+    audited = go_on(folder, run, init_from=InitFrom(path=str(folder / "origin")))
+    assert (audited.verdict, audited.last_step) == ("one trajectory", 4)
 
 
 # --- what follows from the lines ------------------------------------------------------------------

@@ -195,7 +195,7 @@ def test_more_steps_keep_the_schedule_and_say_so(tmp_path, capsys):
     assert values_of(tmp_path, "train/learning_rate")[3] == pytest.approx(
         6e-5
     )  # its end: 0.1 x peak
-    assert read(tmp_path / "checkpoints").run_config().schedule.decay_steps == 2
+    assert read(tmp_path / "checkpoints").config.schedule.decay_steps == 2
     assert not values_of(tmp_path, "eval/loss")
 
 
