@@ -120,6 +120,8 @@ class Operation:
     """At the memory's rate, where that is less and it is no product, kernel or collective."""
     bound_seconds: float
     """Of its matrix products, at the chip's peak; 0 without products."""
+    recomputed: bool
+    """Whether XLA computes it once more because memory is short."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,9 @@ class StepClock:
     GPUs the same as `seconds`."""
     kinds: dict[str, KindClock]
     """By all of `KINDS`; they sum to the whole."""
+    recomputed: KindClock
+    """Of the operations that XLA computes once more because memory is short; `kinds` holds them
+    too."""
     largest: tuple[Operation, ...]
     """The ten that take most time."""
     guessed: tuple[str, ...]
@@ -180,6 +185,7 @@ def step_clock(
         seconds=math.fsum(kind.seconds for kind in kinds.values()),
         low_seconds=math.fsum(kind.low_seconds for kind in kinds.values()),
         kinds=kinds,
+        recomputed=KindClock(**_sums(o for o in operations if o.recomputed)),
         largest=tuple(sorted(merged, key=lambda o: -o.seconds)[:10]),
         guessed=tuple(sorted(guessed)),
     )
@@ -198,7 +204,8 @@ _FREE = (
     *("partition-id", "after-all", "opt-barrier"),
 )
 _READS_A_PART = ("slice", "dynamic-slice", "gather")
-_LAYOUT_OPCODES = ("copy", "transpose", "reshape", "copy-done", "slice-done")
+_MOVES = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
+_LAYOUT_OPCODES = ("copy", "transpose", "reshape")
 _LAYOUT_NAME = re.compile(r"transpose|slice_bitcast|copy|bitcast_fusion")
 _LAYOUT_PATH = re.compile(r"(transpose|squeeze|/slice)$")
 
@@ -245,14 +252,16 @@ class _Walk:
             keys = ("branch_computations", "true_computation", "false_computation")
             branches = [list(self.operations(frame.enter(i, name))) for name in i.called(*keys)]
             yield from max(branches, key=lambda branch: sum(o.seconds for o in branch))
-        elif base in ("copy", "slice") and is_async:
-            moved = float(min(map(shape_bytes, tuple_elements(i.shape)[:2])))
+        elif base in _MOVES and is_async:
+            is_update = base == "dynamic-update-slice"
+            ends = [frame.operand(i, 1).shape] if is_update else tuple_elements(i.shape)[:2]
+            moved = float(min(map(shape_bytes, ends)))
             transfers.start(i.name, "memory", now, self._memory(moved))
         elif i.opcode.endswith("-done") or "async-collective-done" in i.name:
             start = i.name.replace("done", "start") if i.opcode == "fusion" else i.operands[0]
             wait = transfers.ends.pop(start, now) - now
             if wait > 0:
-                kind = LAYOUTS if i.opcode in _LAYOUT_OPCODES else COLLECTIVES
+                kind = LAYOUTS if i.opcode.removesuffix("-done") in _MOVES else COLLECTIVES
                 yield _operation(kind, i, wait, wait)
         elif base in OPS:
             sent = self._links([read_collective(frame, i, self.mesh)])
@@ -360,7 +369,7 @@ def _operation(
 ) -> Operation:
     name = "/".join(i.op_name.split("/")[-2:]) or i.name
     shape = re.sub(r"\{.*", "", tuple_elements(i.shape)[0])
-    return Operation(kind, name, shape, 1, seconds, low, bound)
+    return Operation(kind, name, shape, 1, seconds, low, bound, ".remat" in i.name)
 
 
 def _path(frame: Frame, i: Instruction) -> str:
@@ -374,10 +383,12 @@ def _path(frame: Frame, i: Instruction) -> str:
 
 
 def _streamed_bytes(frame: Frame, i: Instruction) -> float:
-    """Operands and result; where only a slice is read or written, that slice."""
+    """Operands and result; where only a slice or rows are read or written, these."""
     operands = [frame.operand(i, k) for k in range(len(i.operands))]
     if i.opcode == "dynamic-update-slice":
         return 2 * _padded_bytes(operands[1].shape)
+    if i.opcode == "scatter":
+        return _padded_bytes(operands[1].shape) + 3 * _padded_bytes(operands[2].shape)
     if i.opcode in _READS_A_PART:
         return 2 * _padded_bytes(i.shape)
     if i.opcode not in ("fusion", "fusion-start"):
@@ -395,6 +406,8 @@ def _streamed_bytes(frame: Frame, i: Instruction) -> float:
     updates = [
         inside.operand(x, 1).shape for x in instructions if x.opcode == "dynamic-update-slice"
     ]
+    # Rows of a table are read and written.
+    updates += 2 * [inside.operand(x, 2).shape for x in instructions if x.opcode == "scatter"]
     return read + sum(map(_padded_bytes, updates or [shape]))
 
 
@@ -415,7 +428,7 @@ def _read_bytes(frame: Frame, name: str, shape: str) -> float:
                 if x.opcode == "parameter" and x.arguments == f"{position}"
             )
             size += _read_bytes(inside, parameter.name, shape)
-        elif user.opcode != "dynamic-update-slice" or position:
+        elif user.opcode not in ("dynamic-update-slice", "scatter") or position:
             return whole
     return min(whole, size)
 

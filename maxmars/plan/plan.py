@@ -399,6 +399,11 @@ def _print_clock(plan: Plan) -> None:
         name = f"{each.kind}: {each.name} {each.shape}".replace("[", r"\[")
         largest.add_row(name, f"{each.count:,}", *row(each.seconds)[:2])
     rich.print(shares, largest)
+    if (again := clock.recomputed).count:
+        print(
+            f"warning: memory is short: XLA computes {again.count:,} operations of a step again, "
+            f"{again.seconds / total:.1%} of it by the clock; more microbatches may be faster"
+        )
     if clock.guessed:
         names = ", ".join(clock.guessed)
         print(f"not measured: {names} (kernels: by their bytes; loops: one iteration)")

@@ -282,6 +282,55 @@ def test_of_an_array_that_is_read_in_part_the_part_counts(part):
     assert step_clock(module(body, SLICE), H100).seconds == pytest.approx(2 * ARRAY * H100_BYTE)
 
 
+SCATTER = """%scatters {
+  %table = f32[12288,128]{1,0} parameter(0)
+  %rows = f32[1024,128]{1,0} parameter(1)
+  %ids = s32[1024,1]{1,0} parameter(2)
+  ROOT %s = f32[12288,128]{1,0} SCATTER
+}"""
+SCATTERED = "scatter(%table, %ids, %rows), index_vector_dim=1, to_apply=%adds"
+
+
+@pytest.mark.parametrize(
+    "added", [SCATTERED, "fusion(%table, %rows, %ids), kind=kInput, calls=%scatters"]
+)
+def test_of_a_table_to_which_rows_are_added_these_rows_count(added):
+    body = [
+        "%table = f32[12288,128]{1,0} parameter(0)",
+        "%rows = f32[1024,128]{1,0} parameter(1)",
+        "%ids = s32[1024,1]{1,0} parameter(2)",
+        f"ROOT %s = f32[12288,128]{{1,0}} {added}",
+    ]
+    moved = 3 * ARRAY + 4 * 1024  # the rows, read and written in the table, and their numbers
+    for chip, byte in ((V5E, 1 / V5E.memory_bandwidth), (H100, H100_BYTE)):
+        clock = step_clock(module(body, SCATTER.replace("SCATTER", SCATTERED)), chip)
+        assert clock.seconds == pytest.approx(moved * byte)
+
+
+def test_an_update_beside_other_work_takes_the_memory_for_its_slice_alone():
+    stack, index = "f32[12,1024,128]{2,1,0}", "s32[] constant(0)"
+    start = f"(({stack}, f32[1,1024,128], s32[], s32[], s32[]), {stack}, u32[])"
+    for cycles in (100, 5000):
+        body = [
+            *(ARGUMENT, f"%all = {stack} parameter(1)", f"%zero = {index}"),
+            "%new = f32[1,1024,128]{2,1,0} bitcast(%x)",
+            f"%s = {start} dynamic-update-slice-start(%all, %new, %zero, %zero, %zero)",
+            fusion("f", "x", cycles, "jit(f)/add"),
+            f"ROOT %d = {stack} dynamic-update-slice-done(%s)",
+        ]
+        clock = step_clock(module(body, ADD), V5E)
+        slice_seconds = ARRAY / V5E.memory_bandwidth
+        assert clock.seconds == pytest.approx(max(slice_seconds, cycles / V5E.clock_hz))
+        assert clock.kinds[ELEMENTWISE].seconds == pytest.approx(cycles / V5E.clock_hz)
+
+
+def test_what_xla_computes_again_for_want_of_memory_is_told_apart():
+    body = [ARGUMENT, fusion("f", "x", 5000, "jit(f)/add"), fusion("f.remat2", "x", 5000, "")]
+    clock = step_clock(module(body, ADD), V5E)
+    assert (clock.recomputed.count, clock.kinds[ELEMENTWISE].count) == (1, 2)
+    assert clock.recomputed.seconds == pytest.approx(clock.seconds / 2)
+
+
 def test_a_kernel_of_another_library_counts_by_its_bytes():
     call = 'custom-call(%x), custom_call_target="__cub$sort"'
     clock = step_clock(module([ARGUMENT, f"ROOT %sort.2 = f32[1024,128]{{1,0}} {call}"]), H100)

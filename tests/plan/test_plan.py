@@ -154,6 +154,18 @@ def test_a_calibration_scales_the_clock(plan_of, capsys):
     assert calibration.measured in written[1]["assumptions"][0]
 
 
+def test_a_step_that_xla_computes_partly_again_is_said(plan_of, capsys):
+    plan, chip = plan_of("shampoo"), CHIPS["v5e"]
+    topology = dataclasses.replace(plan.topology, chip=chip)
+    times = bound(plan.flops, plan.memory, [], chip, 8)
+    for text, told in ((ONE_FUSION, 0), (ONE_FUSION.replace("%f =", "%f.remat ="), 1)):
+        step = dataclasses.replace(plan.train_step, clock=step_clock(text, chip))
+        planned = dataclasses.replace(plan, train_step=step, topology=topology, bound=times)
+        print_plan(planned)
+        assert capsys.readouterr().out.count("memory is short") == told
+        assert planned.to_json()["clock"]["recomputed"]["count"] == told
+
+
 def normalized(text):
     """A program's text without the places in the source that it comes from."""
     text = text[text.index("\n\n%") if "\n\n%" in text else 0 :]
