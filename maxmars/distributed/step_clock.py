@@ -9,7 +9,8 @@ instruction takes is
 * on GPUs, of a matrix product or of cuDNN's attention, the time of its arithmetic at
   `PRODUCTS_SHARE` or `ATTENTION_SHARE` of the published FLOP/s, or of its bytes if that is longer;
 * of a collective, the bytes that it sends over the chip's links, all of them, in one direction;
-* of everything else, its bytes at the memory's rate, on GPUs at `MEMORY_SHARE` of it.
+* of everything else, its bytes at the memory's rate, on GPUs at `MEMORY_SHARE` of it;
+* of each kernel of a GPU, `LAUNCH_S` at least.
 
 How far to trust it: on TPUs products and float32 streams agree with the rates of the chip to 2 to
 30 %. Elementwise work in bfloat16 is charged there as if it were float32, about 2.5 times the
@@ -48,22 +49,32 @@ PRODUCTS = "products of the layers"
 ATTENTION = "kernels of attention"
 LOSS_PRODUCTS = "products of the loss"
 LOSS_ELEMENTWISE = "elementwise work of the loss"
-LAYOUTS = "layouts: copies, transposes"
+QKV = "q, k, v around attention: copies, sums"
+CASTS = "casts, as of the weights"
+LAYOUTS = "other layouts: copies, transposes"
 ELEMENTWISE = "norms and elementwise work"
 OPTIMIZER = "optimizer and clip"
 COLLECTIVES = "collectives that nothing hides"
 KINDS = (
-    *(PRODUCTS, ATTENTION, LOSS_PRODUCTS, LOSS_ELEMENTWISE),
-    *(LAYOUTS, ELEMENTWISE, OPTIMIZER, COLLECTIVES),
+    *(PRODUCTS, ATTENTION, QKV, LOSS_PRODUCTS, LOSS_ELEMENTWISE),
+    *(CASTS, LAYOUTS, ELEMENTWISE, OPTIMIZER, COLLECTIVES),
 )
 
 PRODUCTS_SHARE = 0.69
 ATTENTION_SHARE = 0.22
-MEMORY_SHARE = 0.58
+MEMORY_SHARE = 0.59
 """Shares of a GPU's published rates, of FLOP/s and of memory, that operations reach on an H200 (JAX
-0.11.2, cuDNN 9). In a profile of GPT-2 small's step matrix products reached 0.72, attention of
-1,024 tokens and heads of 64 (its masked half counts nothing) 0.23, AdamW's update 0.61 of the
-memory's rate. Each is 5 % less here, for the time between kernels: so the whole step comes out."""
+0.11.2, cuDNN 9). In a profile of GPT-2 small's step, 24 rows a microbatch, matrix products reached
+0.72, attention of 1,024 tokens and heads of 64 (its masked half counts nothing) 0.23, AdamW's
+update 0.61 of the memory's rate. Each is 3 to 5 % less here, for the time between kernels and
+because the profile is of the best of three steps: so the median step comes out."""
+
+LAUNCH_S = 1.6e-6
+"""Least time of a GPU's kernel. Of that profile's 24.1 ms for 12 rows, products took 12.8 and
+attention 3.6, and at AdamW's share all else takes 7.2. The rest, 0.5 ms (given to 0.1), lies
+between the 638 kernels of the 24 rows: 1.6 us each, give or take 0.5. Long kernels have it in the
+shares: added to every kernel it would count twice, as microbatches of 12 rows, which have 569
+kernels, took 0.1 to 0.5 ms more than half of 24 rows, and their bytes alone say 0.5."""
 
 TF32_SLOWER, FLOAT32_SLOWER = 2, 15
 """How many times as long as bfloat16's a float32 product takes, by NVIDIA's data sheet of the H100:
@@ -315,6 +326,10 @@ class _Walk:
             kind = LOSS_PRODUCTS if in_loss else PRODUCTS
         elif in_loss:
             kind = LOSS_ELEMENTWISE
+        elif _is_beside_attention(frame, i):
+            kind = QKV
+        elif _only_casts(frame, i):
+            kind = CASTS
         elif (
             i.opcode in _LAYOUT_OPCODES
             or _LAYOUT_NAME.search(i.name)
@@ -357,8 +372,9 @@ class _Walk:
         return cycles / self.chip.clock_hz
 
     def _memory(self, size: float) -> float:
-        share = 1.0 if self.chip.is_tpu else MEMORY_SHARE
-        return size / (share * self.chip.memory_bandwidth)
+        if self.chip.is_tpu:
+            return size / self.chip.memory_bandwidth
+        return max(LAUNCH_S, size / (MEMORY_SHARE * self.chip.memory_bandwidth))
 
     def _links(self, collectives: Iterable[Collective]) -> float:
         return math.fsum(wire_bytes(c) / self.bandwidth(c) for c in collectives)
@@ -370,6 +386,33 @@ def _operation(
     name = "/".join(i.op_name.split("/")[-2:]) or i.name
     shape = re.sub(r"\{.*", "", tuple_elements(i.shape)[0])
     return Operation(kind, name, shape, 1, seconds, low, bound, ".remat" in i.name)
+
+
+def _is_beside_attention(frame: Frame, i: Instruction) -> bool:
+    """Whether a kernel of attention reads its result, or makes what it reads."""
+    made, users = frame.computation.instructions, frame.computation.users
+
+    def is_near(near: Iterable[Instruction], further: Callable[[Instruction], Any]) -> bool:
+        return any(
+            re.search(r'"(tpu_custom_call|__cudnn\$fmha)', x.rest)
+            or (x.opcode in ("bitcast", "get-tuple-element") and is_near(further(x), further))
+            for x in near
+        )
+
+    def before(x: Instruction) -> list[Instruction]:
+        return [made[name] for name in x.operands]
+
+    def after(x: Instruction) -> list[Instruction]:
+        return users[x.name]
+
+    return is_near(before(i), before) or is_near(after(i), after)
+
+
+def _only_casts(frame: Frame, i: Instruction) -> bool:
+    """Whether it converts what it reads, or parts of it, and does nothing else."""
+    inside = [frame.enter(i, name) for name in i.called("calls")]
+    opcodes = {x.opcode for f in inside for x in f.computation.instructions.values()} or {i.opcode}
+    return "convert" in opcodes and opcodes <= {"convert", *_READS_A_PART, *_FREE}
 
 
 def _path(frame: Frame, i: Instruction) -> str:

@@ -13,6 +13,7 @@ from maxmars.config.chips import Chip, Network
 from maxmars.distributed.collectives import Collective, Phase, wire_bytes
 from maxmars.distributed.step_clock import (
     ATTENTION_SHARE,
+    LAUNCH_S,
     MEMORY_SHARE,
     PRODUCTS_SHARE,
     StepClock,
@@ -101,7 +102,8 @@ TPU_ASSUMPTIONS = (
 )
 GPU_ASSUMPTIONS = (
     f"the clock: products run at {PRODUCTS_SHARE:.0%} of the published FLOP/s, attention at "
-    f"{ATTENTION_SHARE:.0%}, all else at {MEMORY_SHARE:.0%} of the memory's rate, as on an H200; "
+    f"{ATTENTION_SHARE:.0%}, all else at {MEMORY_SHARE:.0%} of the memory's rate, and no kernel in "
+    f"under {1e6 * LAUNCH_S:.1f} us, as on an H200; "
     "collectives at the networks' published rates, beside what runs meanwhile",
 )
 LAST_ASSUMPTION = "evaluation, checkpoints, compilation and restarts are not counted"

@@ -1,3 +1,4 @@
+import dataclasses
 import importlib.util
 
 import jax
@@ -10,10 +11,12 @@ from maxmars.config.chips import CHIPS
 from maxmars.distributed.step_clock import (
     ATTENTION,
     ATTENTION_SHARE,
+    CASTS,
     COLLECTIVES,
     ELEMENTWISE,
     KERNELS,
     KINDS,
+    LAUNCH_S,
     LAYOUTS,
     LOSS_ELEMENTWISE,
     LOSS_PRODUCTS,
@@ -21,6 +24,7 @@ from maxmars.distributed.step_clock import (
     OPTIMIZER,
     PRODUCTS,
     PRODUCTS_SHARE,
+    QKV,
     step_clock,
 )
 from maxmars.plan import get_topology, make_plan
@@ -190,6 +194,9 @@ def test_a_tpu_whose_cycles_a_second_are_unknown_has_no_clock():
 
 
 H100_BYTE = 1 / (MEMORY_SHARE * H100.memory_bandwidth)
+SLOW = dataclasses.replace(H100, memory_bandwidth=H100.memory_bandwidth / 100)
+"""A GPU on which small arrays take longer than a kernel's launch."""
+SLOW_BYTE = 100 * H100_BYTE
 DOT = """%multiplies {
   %p = bf16[4096,1024]{1,0} parameter(0)
   %q = bf16[1024,8192]{1,0} parameter(1)
@@ -238,6 +245,29 @@ def test_cudnns_attention(kernel, mask, products):
     assert share.seconds == pytest.approx(share.bound_seconds / ATTENTION_SHARE)
 
 
+CAST = """%casts {
+  %w = f32[12,1024,128]{2,1,0} parameter(0)
+  %part = f32[1,1024,128]{2,1,0} slice(%w), slice={[3:4], [0:1024], [0:128]}
+  ROOT %c = bf16[1,1024,128]{2,1,0} convert(%part)
+}"""
+
+
+def test_casts_and_what_is_done_to_q_k_v_are_kinds_of_their_own():
+    q, fmha = "bf16[24,1024,12,64]{3,2,1,0}", 'custom_call_target="__cudnn$fmhaSoftmax"'
+    body = [
+        *("%w = f32[12,1024,128]{2,1,0} parameter(0)", f"%q = {q} parameter(1)"),
+        "%cast = bf16[1,1024,128]{2,1,0} fusion(%w), kind=kLoop, calls=%casts",
+        *(f"%copied = {q} copy(%q)", f"%view = {q} bitcast(%copied)"),
+        f"%a = ({q}, f32[24,12,1024]) custom-call(%view, %view, %view), {fmha}",
+        f"%out = {q} get-tuple-element(%a), index=0",
+        *(f"%sum = {q} add(%out, %out)", f"ROOT %other = {q} copy(%sum)"),
+    ]
+    kinds = step_clock(module(body, CAST), H100).kinds
+    assert {kind: x.count for kind, x in kinds.items() if x.count} == {
+        **{ATTENTION: 1, CASTS: 1, LAYOUTS: 1, QKV: 2}
+    }
+
+
 UPDATE = """%updates {
   %all = f32[12,1024,128]{2,1,0} parameter(0)
   %new = f32[1024,128]{1,0} parameter(1)
@@ -258,8 +288,15 @@ def test_all_else_of_gpus_takes_the_time_of_its_bytes(asynchronous):
         body += [f"ROOT %u = {stack} fusion-done(%s)"]
     else:
         body += [f"ROOT %u = {stack} fusion(%all, %f), kind=kLoop, calls=%updates"]
-    clock = step_clock(module(body, ADD, UPDATE), H100)
-    assert clock.seconds == clock.low_seconds == pytest.approx(4 * ARRAY * H100_BYTE)
+    clock = step_clock(module(body, ADD, UPDATE), SLOW)
+    assert clock.seconds == clock.low_seconds == pytest.approx(4 * ARRAY * SLOW_BYTE)
+
+
+def test_no_kernel_of_a_gpu_is_shorter_than_its_launch():
+    body = ["%x = f32[8,8]{1,0} parameter(0)", "%view = f32[64]{0} bitcast(%x)"]
+    body += ["%copied = f32[64]{0} copy(%view)", "ROOT %sum = f32[64]{0} add(%copied, %copied)"]
+    assert step_clock(module(body), H100).seconds == pytest.approx(2 * LAUNCH_S)
+    assert step_clock(module(body), V5E).seconds < LAUNCH_S
 
 
 SLICE = """%slices {
@@ -279,7 +316,7 @@ SLICE = """%slices {
 def test_of_an_array_that_is_read_in_part_the_part_counts(part):
     stack = "f32[12,1024,128]{2,1,0} parameter(0)"
     body = [f"%all = {stack}", "%index = s32[1] parameter(1)", f"ROOT %p = f32[1,1024,128] {part}"]
-    assert step_clock(module(body, SLICE), H100).seconds == pytest.approx(2 * ARRAY * H100_BYTE)
+    assert step_clock(module(body, SLICE), SLOW).seconds == pytest.approx(2 * ARRAY * SLOW_BYTE)
 
 
 SCATTER = """%scatters {
@@ -302,7 +339,7 @@ def test_of_a_table_to_which_rows_are_added_these_rows_count(added):
         f"ROOT %s = f32[12288,128]{{1,0}} {added}",
     ]
     moved = 3 * ARRAY + 4 * 1024  # the rows, read and written in the table, and their numbers
-    for chip, byte in ((V5E, 1 / V5E.memory_bandwidth), (H100, H100_BYTE)):
+    for chip, byte in ((V5E, 1 / V5E.memory_bandwidth), (SLOW, SLOW_BYTE)):
         clock = step_clock(module(body, SCATTER.replace("SCATTER", SCATTERED)), chip)
         assert clock.seconds == pytest.approx(moved * byte)
 
@@ -333,8 +370,8 @@ def test_what_xla_computes_again_for_want_of_memory_is_told_apart():
 
 def test_a_kernel_of_another_library_counts_by_its_bytes():
     call = 'custom-call(%x), custom_call_target="__cub$sort"'
-    clock = step_clock(module([ARGUMENT, f"ROOT %sort.2 = f32[1024,128]{{1,0}} {call}"]), H100)
-    assert clock.seconds == pytest.approx(2 * ARRAY * H100_BYTE)
+    clock = step_clock(module([ARGUMENT, f"ROOT %sort.2 = f32[1024,128]{{1,0}} {call}"]), SLOW)
+    assert clock.seconds == pytest.approx(2 * ARRAY * SLOW_BYTE)
     assert clock.guessed == ("sort",)
 
 
@@ -351,7 +388,7 @@ def test_a_collective_takes_the_network_that_it_crosses():
     clock = step_clock(text, H100, mesh, bandwidth)
     assert asked == [("data", "fsdp")]
     assert clock.kinds[COLLECTIVES].seconds == pytest.approx(2 * ARRAY * 3 / 4 / 50e9)
-    assert step_clock(text, H100).seconds == pytest.approx(2 * ARRAY * 3 / 4 / 450e9)
+    assert step_clock(text, SLOW).seconds == pytest.approx(2 * ARRAY * 3 / 4 / 450e9)
 
 
 @pytest.mark.slow
