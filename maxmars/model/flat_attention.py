@@ -11,12 +11,17 @@ How it works:
 
 * A grid of (rows, tiles, blocks of 512 tokens). Forward, a program has one block of queries, and
   all keys and values of its tile in fast memory (VMEM); it goes through the blocks of keys up to
-  the diagonal, and computes none beyond. Backward, it has one block of keys and goes through the
-  queries from the diagonal on; dk and dv are sums of one program, and dq, in VMEM, of all programs
-  of a tile. So there is one backward kernel, and no partial gradient in the chip's main memory.
+  the diagonal, and computes none beyond; of the diagonal's own block it computes three quarters.
+  Backward, it has one block of keys and goes through the queries from the diagonal on; dk and dv
+  are sums of one program, and dq, in VMEM, of all programs of a tile. So there is one backward
+  kernel, and no partial gradient in the chip's main memory.
 * Logits are kept as [keys, queries]. Their maximum and sum then go over sublanes (rows), which a
   TPU's vector unit does without moving data between lanes, and what is known of a query is a row.
-  After a tile's transposition its heads are rows 0:64 and 64:128, which cost nothing to slice.
+  After a tile's transposition its heads are rows 0:64 and 64:128, which cost nothing to slice. The
+  matrix unit takes a row of a product's left side a cycle, whatever its width up to 128: so values
+  and all gradients are made transposed, [K, I] and [K, J], of 64 rows instead of 512.
+* All heads of a tile are read, then computed, then written, so that the compiler runs the products
+  of one beside the exponentials of the other.
 * Where the number of heads of 64 is odd, the last tile's other half is garbage, NaN in the
   interpreter; no slice of it reaches a kept number.
 * VMEM: 4 MB forward and 7 MB backward at 1,024 tokens in bfloat16, 7 and 15 MB at 4,096, 11 and 26
@@ -162,7 +167,7 @@ def _backward(
     tile, whole = _tile(kernel.block), _whole(length)
     of_queries = pl.BlockSpec((1, 1, heads, length), lambda b, p, j: (b, p, 0, 0))
     gradient = jax.ShapeDtypeStruct(q.shape, q.dtype)
-    sums = (heads, kernel.block, _LANES)
+    columns, sums = pltpu.VMEM((_LANES, length), q.dtype), (_LANES, kernel.block)
     return _call(
         _backward_kernel,
         "backward",
@@ -174,7 +179,7 @@ def _backward(
         segment_ids=segment_ids,
         outputs=[(gradient, whole), (gradient, tile), (gradient, tile)],
         scratch=[
-            pltpu.VMEM((_LANES, kernel.block), k.dtype),
+            *(pltpu.VMEM(sums, k.dtype), columns, columns),
             *map(_float32, ((8, length), (_LANES, length), sums, sums)),
         ],
         products=5,
@@ -246,27 +251,30 @@ def _forward_kernel(*refs: Any, kernel: _Kernel, has_segments: bool) -> None:
     max_ref[...] = jnp.full(max_ref.shape, _MASKED, jnp.float32)
     sum_ref[...] = jnp.zeros(sum_ref.shape, jnp.float32)
     total_ref[...] = jnp.zeros(total_ref.shape, jnp.float32)
-    query_ids = None if ids_ref is None else ids_ref[0, :, _block_of(i, block)]
-    q = q_ref[0]
+    query_ids: Any = None if ids_ref is None else ids_ref[0, :, _tokens(i * block, block)]
 
-    def step(j: Any, *, is_diagonal: bool) -> None:
-        keys = _block_of(j, block)
-        k, v = k_ref[0, keys, :], v_ref[0, keys, :].T  # [J, 128], [128, J]
-        key_ids = None if ids_ref is None else _as_column(ids_ref[0, :, keys])
+    def step(keys: Any, queries: slice, *, is_diagonal: bool = False) -> None:
+        q, k, v = q_ref[0, queries, :], k_ref[0, keys, :], v_ref[0, keys, :].T  # v: [128, J]
+        ids = None if ids_ref is None else (_as_column(ids_ref[0, :, keys]), query_ids[:, queries])
+        logits = [_logits(kernel, k, q, head, ids, is_diagonal) for head in kernel.heads]
+        results = []
         for head in kernel.heads:
-            row, rows = slice(head, head + 1), pl.ds(head * kernel.head_dim, kernel.head_dim)
-            logits = _product(kernel.lanes(k, head), kernel.lanes(q, head), _NT)  # [J, I]
-            logits = _masked(logits, is_diagonal, key_ids, query_ids)
-            before = max_ref[row, :]
-            largest = jnp.maximum(before, logits.max(axis=0, keepdims=True))
-            weights, shrink = jnp.exp(logits - largest), jnp.exp(before - largest)
-            max_ref[row, :] = largest
-            sum_ref[row, :] = sum_ref[row, :] * shrink + weights.sum(axis=0, keepdims=True)
+            row = slice(head, head + 1)
+            before, total = max_ref[row, queries], sum_ref[row, queries]
+            largest = jnp.maximum(before, logits[head].max(axis=0, keepdims=True))
+            weights, shrink = jnp.exp(logits[head] - largest), jnp.exp(before - largest)
+            total = total * shrink + weights.sum(axis=0, keepdims=True)
             values = _product(kernel.rows(v, head), weights.astype(v.dtype), _NN)  # [K, I]
-            total_ref[rows, :] = total_ref[rows, :] * shrink + values
+            results.append((largest, total, shrink, values))
+        for head, (largest, total, shrink, values) in enumerate(results):
+            row, rows = slice(head, head + 1), pl.ds(head * kernel.head_dim, kernel.head_dim)
+            max_ref[row, queries], sum_ref[row, queries] = largest, total
+            total_ref[rows, queries] = total_ref[rows, queries] * shrink + values
 
-    lax.fori_loop(0, i, lambda j, _: step(j, is_diagonal=False), None)
-    step(i, is_diagonal=True)
+    every = slice(0, block)
+    lax.fori_loop(0, i, lambda j, _: step(_tokens(j * block, block), every), None)
+    for first, size in _halves(block):  # keys, and the queries from there on
+        step(_tokens(i * block + first, size), slice(first, block), is_diagonal=True)
     count = len(kernel.heads)
     sums, totals = sum_ref[0:count, :], total_ref[...]
     lse_ref[0, 0] = max_ref[0:count, :] + jnp.log(sums)
@@ -278,8 +286,8 @@ def _backward_kernel(*refs: Any, kernel: _Kernel, has_segments: bool) -> None:
     """A block of keys, against the blocks of queries from its own on."""
     q_ref, k_ref, v_ref, o_ref, do_ref, lse_ref = refs[:6]
     ids_ref = refs[6] if has_segments else None
-    dq_ref, dk_ref, dv_ref, transposed_ref, inner_ref, *sum_refs = refs[-8:]
-    dq_sum_ref, dk_sum_ref, dv_sum_ref = sum_refs
+    dq_ref, dk_ref, dv_ref, k_columns_ref, q_columns_ref, do_columns_ref, *sum_refs = refs[-10:]
+    inner_ref, dq_sum_ref, dk_sum_ref, dv_sum_ref = sum_refs
     j, block = pl.program_id(2), kernel.block
 
     @pl.when(j == 0)
@@ -289,63 +297,78 @@ def _backward_kernel(*refs: Any, kernel: _Kernel, has_segments: bool) -> None:
             inner = kernel.rows(terms, head).sum(axis=0, keepdims=True)
             inner_ref[head : head + 1, :] = inner
         dq_sum_ref[...] = jnp.zeros(dq_sum_ref.shape, jnp.float32)
+        q_columns_ref[...], do_columns_ref[...] = q_ref[0].T, do_ref[0].T
 
     dk_sum_ref[...] = jnp.zeros(dk_sum_ref.shape, jnp.float32)
     dv_sum_ref[...] = jnp.zeros(dv_sum_ref.shape, jnp.float32)
-    k, v = k_ref[0], v_ref[0]
     # By way of memory: libtpu 0.0.42.1 breaks off (mxu_lmr_transform.cc) where a product of all 128
     # rows takes the transposed keys themselves.
-    transposed_ref[...] = k.T
-    key_ids = None if ids_ref is None else _as_column(ids_ref[0, :, _block_of(j, block)])
+    k_columns_ref[...] = k_ref[0].T
+    key_ids: Any = None
+    if ids_ref is not None:
+        key_ids = _as_column(ids_ref[0, :, _tokens(j * block, block)])
 
-    def step(i: Any, *, is_diagonal: bool) -> None:
-        queries = _block_of(i, block)
+    def step(keys: slice, queries: Any, *, is_diagonal: bool = False) -> None:
         q, do = q_ref[0, queries, :], do_ref[0, queries, :]
-        query_ids = None if ids_ref is None else ids_ref[0, :, queries]
+        k, v = k_ref[0, keys, :], v_ref[0, keys, :]
+        ids = None if ids_ref is None else (key_ids[keys], ids_ref[0, :, queries])
+        logits = [_logits(kernel, k, q, head, ids, is_diagonal) for head in kernel.heads]
+        d_weights = [
+            _product(kernel.lanes(v, head), kernel.lanes(do, head), _NT) for head in kernel.heads
+        ]
+        terms = []
         for head in kernel.heads:
             row, rows = slice(head, head + 1), pl.ds(head * kernel.head_dim, kernel.head_dim)
-            logits = _product(kernel.lanes(k, head), kernel.lanes(q, head), _NT)  # [J, I]
-            logits = _masked(logits, is_diagonal, key_ids, query_ids)
-            weights = jnp.exp(logits - lse_ref[0, 0, row, queries])
-            # These two have the lanes of all heads, as the product writes them for nothing; those
-            # of this head are taken at the end.
-            dv_sum_ref[head] += _product(weights.astype(do.dtype), do, _NN)
-            d_weights = _product(kernel.lanes(v, head), kernel.lanes(do, head), _NT)
-            d_logits = (weights * (d_weights - inner_ref[row, queries])).astype(q.dtype)
-            dk_sum_ref[head] += _product(d_logits, q, _NN)
-            dq_sum_ref[rows, queries] += _product(transposed_ref[rows, :], d_logits, _NN)
+            weights = jnp.exp(logits[head] - lse_ref[0, 0, row, queries])
+            d_logits = (weights * (d_weights[head] - inner_ref[row, queries])).astype(q.dtype)
+            to_v = _product(do_columns_ref[rows, queries], weights.astype(do.dtype), _NT)  # [K, J]
+            to_k = _product(q_columns_ref[rows, queries], d_logits, _NT)
+            to_q = _product(k_columns_ref[rows, keys], d_logits, _NN)  # [K, I]
+            terms.append((rows, to_v, to_k, to_q))
+        for rows, to_v, to_k, to_q in terms:
+            dv_sum_ref[rows, keys] += to_v
+            dk_sum_ref[rows, keys] += to_k
+            dq_sum_ref[rows, queries] += to_q
 
-    step(j, is_diagonal=True)
-    lax.fori_loop(j + 1, pl.num_programs(2), lambda i, _: step(i, is_diagonal=False), None)
-    for of_keys_ref, sum_ref in ((dk_ref, dk_sum_ref), (dv_ref, dv_sum_ref)):
-        total = sum_ref[0]
-        if len(kernel.heads) == 2:
-            lane = lax.broadcasted_iota(jnp.int32, total.shape, 1)
-            total = jnp.where(lane < kernel.head_dim, total, sum_ref[1])
-        of_keys_ref[0] = total.astype(of_keys_ref.dtype)
+    for first, size in _halves(block):  # queries from a half's first on see its keys
+        queries = _tokens(j * block + first, block - first)
+        step(slice(first, first + size), queries, is_diagonal=True)
+    every, end = slice(0, block), pl.num_programs(2)
+    lax.fori_loop(j + 1, end, lambda i, _: step(every, _tokens(i * block, block)), None)
+    dk_ref[0] = dk_sum_ref[...].T.astype(dk_ref.dtype)
+    dv_ref[0] = dv_sum_ref[...].T.astype(dv_ref.dtype)
 
     @pl.when(j == pl.num_programs(2) - 1)
     def _() -> None:
         dq_ref[0] = dq_sum_ref[...].T.astype(dq_ref.dtype)
 
 
-def _block_of(number: Any, block: int) -> Any:
-    """The tokens of a block."""
-    return pl.ds(pl.multiple_of(number * block, block), block)
+def _tokens(first: Any, size: int) -> Any:
+    """So many tokens from the first on, which begins a tile."""
+    return pl.ds(pl.multiple_of(first, _LANES), size)
+
+
+def _halves(block: int) -> list[tuple[int, int]]:
+    """Where the parts of a block on the diagonal begin, and their sizes: whole tiles."""
+    half = block // 2
+    return [(0, block)] if half % _LANES else [(0, half), (half, half)]
 
 
 def _product(a: jax.Array, b: jax.Array, dimensions: Any) -> jax.Array:
     return lax.dot_general(a, b, dimensions, preferred_element_type=jnp.float32)
 
 
-def _masked(logits: Any, is_diagonal: bool, key_ids: Any, query_ids: Any) -> Any:
-    """Logits [J, I] of a block, where on the diagonal no query sees a later key, and none a key of
-    another segment."""
+def _logits(
+    kernel: _Kernel, k: Any, q: Any, head: int, ids: tuple[Any, Any] | None, is_diagonal: bool
+) -> jax.Array:
+    """The logits of a head [J, I]. On the diagonal, where keys and queries begin at the same token,
+    no query sees a later key; anywhere, none a key of another segment."""
+    logits = _product(kernel.lanes(k, head), kernel.lanes(q, head), _NT)
     if is_diagonal:
         keys, queries = (lax.broadcasted_iota(jnp.int32, logits.shape, axis) for axis in (0, 1))
         logits = jnp.where(keys <= queries, logits, _MASKED)
-    if key_ids is not None:
-        logits = jnp.where(key_ids == query_ids, logits, _MASKED)
+    if ids is not None:
+        logits = jnp.where(ids[0] == ids[1], logits, _MASKED)
     return logits
 
 
