@@ -15,6 +15,9 @@ import pytest
 from fake_model_hub import ENDPOINT
 from xla_flags import xla_flags
 
+from maxmars.cli.memory import keep_freed_memory
+
+keep_freed_memory()  # as every command does, before JAX is there
 ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 GIVEN = os.environ.get("XLA_FLAGS", "")

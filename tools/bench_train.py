@@ -202,8 +202,11 @@ def make_steps(kind: str, config: TrainConfig, scratch: Path) -> Any:
 def work(kind: str, path: str) -> None:
     """A contestant's process: take a first step, then answer each line of standard input by a line
     of JSON. A number N asks for N steps, `describe` for what stays."""
+    from maxmars.cli.memory import keep_freed_memory
     from maxmars.config import from_dict
 
+    if kind == "maxmars":  # as the command does
+        keep_freed_memory()
     config = from_dict(json.loads(Path(path).read_text()))
     with tempfile.TemporaryDirectory(prefix="bench-train-") as scratch:
         steps = make_steps(kind, config, Path(scratch))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import maxmars
+from maxmars.cli.memory import keep_freed_memory
 from maxmars.cli.output import standard_streams
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     if argv is None:
         argv = sys.argv[1:]
+    keep_freed_memory()
     # A run must not end because nobody reads what it prints; its metrics are in its files.
     with standard_streams(keep_going=argv[:1] == ["train"]):
         code = _run(argv)
