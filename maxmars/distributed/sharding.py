@@ -217,9 +217,7 @@ def copies(
     The gradients of all its uses add up on each device, and cross between devices once, in the
     table's type.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    split = set() if mesh.empty else set(RULES.batch or ()) - set(mesh.manual_axes)
-    num_shards = math.prod(mesh.shape[axis] for axis in split)
+    num_shards = ambient_batch_shards()
     return table[None] if num_shards == 1 else _copies(table, num_shards, axes)
 
 
@@ -289,6 +287,14 @@ def ambient_platform() -> str | None:
 def batch_sharding(mesh: Mesh) -> NamedSharding:
     """Sharding of a batch of shape [microbatches, rows, tokens]."""
     return NamedSharding(mesh, RULES.spec(None, "batch", None))
+
+
+def ambient_batch_shards() -> int:
+    """Number of shards into which the ambient mesh, if there is one, splits the rows of arrays
+    here; over axes that are Manual they are split already."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = set() if mesh.empty else set(RULES.batch or ()) - set(mesh.manual_axes)
+    return math.prod(mesh.shape[axis] for axis in axes)
 
 
 def batch_shards(mesh: Mesh) -> int:

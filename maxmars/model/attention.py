@@ -22,7 +22,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmars.config import GPT2Config
-from maxmars.distributed.sharding import RULES, ambient_platform, on_devices
+from maxmars.distributed.sharding import GPUS, RULES, ambient_platform, on_devices
+from maxmars.model.products import wide_product
 
 Implementation = Literal["plain", "blocked", "flat", "splash", "cudnn"]
 Heads = Float[Array, "B T H K"]
@@ -159,8 +160,9 @@ def attention_on_mesh(
 
 
 def takes_flat(config: GPT2Config) -> bool:
-    """Whether the devices of the ambient mesh have the flat kernel for this model."""
-    return choose_attention(config, ambient_platform()).implementation == "flat"
+    """Whether attention on the devices of the ambient mesh reads the heads side by side: the flat
+    kernel does, and for cuDNN parts of one product of queries, keys and values would be copied."""
+    return choose_attention(config, ambient_platform()).implementation in ("flat", "cudnn")
 
 
 def flat_attention_on_mesh(
@@ -176,12 +178,19 @@ def flat_attention_on_mesh(
       segment_ids: as in `causal_attention`.
       options: of the kernel.
     """
-    # This import takes 0.2 s, which only runs on TPUs should pay.
-    from maxmars.model.flat_attention import flat_attention
+    if ambient_platform() in GPUS:
 
-    kernel = functools.partial(
-        flat_attention, head_dim=head_dim, residual_name=RESIDUALS, **options
-    )
+        def kernel(q: Flat, k: Flat, v: Flat, segment_ids: Ids | None) -> Flat:
+            apart = (x.reshape(*x.shape[:2], -1, head_dim) for x in (q, k, v))
+            return cudnn_attention(*apart, jnp.float32(1), segment_ids).reshape(q.shape)
+
+    else:
+        # This import takes 0.2 s, which only runs on TPUs should pay.
+        from maxmars.model.flat_attention import flat_attention
+
+        kernel = functools.partial(
+            flat_attention, head_dim=head_dim, residual_name=RESIDUALS, **options
+        )
     heads, rows = RULES.spec("batch", "length", "heads"), RULES.spec("batch", "length")
     return on_devices(kernel, (heads, heads, heads, rows), heads)(q, k, v, segment_ids)
 
@@ -335,27 +344,22 @@ def _attend(
 
 
 def _attend_forward(q: Any, k: Any, v: Any, scale: Any, mask: Any) -> tuple[jax.Array, Any]:
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    logits = jnp.einsum("bhik,bhjk->bhij", q, k, preferred_element_type=wide) * scale
-    logits = jnp.where(mask, logits, jnp.finfo(wide).min)
+    logits = wide_product(q, k, transpose_b=True) * scale
+    logits = jnp.where(mask, logits, jnp.finfo(logits.dtype).min)
     weights = jax.nn.softmax(logits, axis=-1)
-    result = jnp.einsum("bhij,bhjk->bhik", weights.astype(q.dtype), v)
+    result = wide_product(weights.astype(q.dtype), v).astype(q.dtype)
     return result, (q, k, v, scale, weights)
 
 
 def _attend_backward(residuals: Any, d_result: jax.Array) -> tuple[Any, ...]:
     q, k, v, scale, weights = residuals
-    d_weights = jnp.einsum("bhik,bhjk->bhij", d_result, v, preferred_element_type=weights.dtype)
+    d_weights = wide_product(d_result, v, transpose_b=True)
     inner = jnp.sum(weights * d_weights, axis=-1, keepdims=True)
     d_logits = (weights * (d_weights - inner) * scale).astype(q.dtype)
-    # XLA's CPU backend runs a product whose first factor is transposed at 0.3 to 0.6 of the rate.
-    # Here the transposed factors are written out, and the barrier keeps XLA from undoing that.
-    transposed = (x.swapaxes(2, 3) for x in (d_logits, weights.astype(q.dtype)))
-    d_logits_t, weights_t = jax.lax.optimization_barrier(tuple(transposed))
-    d_q = jnp.einsum("bhij,bhjk->bhik", d_logits, k)
-    d_k = jnp.einsum("bhji,bhik->bhjk", d_logits_t, q)
-    d_v = jnp.einsum("bhji,bhik->bhjk", weights_t, d_result)
-    return d_q, d_k, d_v, None, None
+    d_q = wide_product(d_logits, k)
+    d_k = wide_product(d_logits, q, transpose_a=True)
+    d_v = wide_product(weights.astype(q.dtype), d_result, transpose_a=True)
+    return *(x.astype(q.dtype) for x in (d_q, d_k, d_v)), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)

@@ -21,6 +21,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
 from maxmars.distributed.sharding import GPUS, RULES, ambient_platform, constrain, on_devices
+from maxmars.model.products import wide_product
 
 CHUNK_BYTES = 2**29
 """Size of a chunk's logits on each device, about; with gradients on TPUs twice as much, as each
@@ -95,7 +96,8 @@ def mean_loss(
 
     Under differentiation, the gradient is computed together with the value, while the logits of a
     chunk are there: to compute them again would cost one matrix product in four. Memory stays the
-    same, because the gradient of the output embedding is the first of a backward pass anyway.
+    same, because the gradient of the output embedding is the first of a backward pass anyway. There
+    a logit counts as at most 75 nats above the target's, which bounds the loss of a token.
     `weights` has no gradient.
     """
     losses, _ = _over_chunks(x, tables, targets, vocab_size, chunk_bytes, cap)
@@ -175,32 +177,44 @@ def _on_device(
     num_shards: int,
 ) -> tuple[Float[Array, "B T"], tuple[Float[Array, "1 B T D"], Float[Array, "1 V D"]] | None]:
     """`_over_chunks` for one device's tokens and its one of `num_shards` of the vocabulary."""
-    wide = jnp.promote_types(x.dtype, jnp.float32)
     vocab = _vocabulary(tables[0], vocab_size, num_shards, cap)
+    products = vocab.products_of(x, targets)
+    row_bytes, platform = tables.shape[1] * products.dtype.itemsize, ambient_platform()
     if chunk_bytes is None:
-        is_added_up = weights is not None and ambient_platform() == "tpu"
+        is_added_up = weights is not None and platform in ("tpu", *GPUS)
         chunk_bytes = 2 * CHUNK_BYTES if is_added_up else CHUNK_BYTES
-    size, count = _chunks(targets.size, tables.shape[1] * wide.itemsize, chunk_bytes)
+    if platform in GPUS:  # two at least: XLA makes no loop of one, whose arguments are then results
+        chunk_bytes = min(chunk_bytes, targets.size * row_bytes // 2)
+    split = functools.partial(_split_tokens, *_chunks(targets.size, row_bytes, chunk_bytes))
 
-    def add(total: Any, chunk: Any) -> tuple[Any, Any]:
-        losses, grads = _chunk(vocab, *chunk)
-        if grads is None:
-            return total, (losses, None)
-        return total + grads[1], (losses, grads[0].astype(x.dtype))
+    def joined(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return chunks.reshape(-1, *shape[2:])[: targets.size].reshape(shape)
 
+    if weights is None:
+        chunks = split(x), split(vocab.capped(products))
+        losses = jax.lax.map(lambda chunk: _losses(vocab, *chunk), chunks)
+        return joined(losses, targets.shape), None
+
+    def add(carry: Any, chunk: Any) -> tuple[Any, Any]:
+        total, products = carry
+        *chunk, next_products = chunk
+        losses, x_grad, embedding_grad = _losses_and_gradients(vocab, *chunk, products)
+        return (total + embedding_grad, next_products), (losses, x_grad.astype(x.dtype))
+
+    # All targets' own rows at once: each chunk would sort its own, and copy the table.
+    first = vocab.gradient_of_rows(x, targets, weights, products)
+    # XLA computes at the end of a product with what is an argument of the loop, but not with what
+    # it takes from an array there. So each chunk hands the next one its targets' products.
+    rest = jnp.roll(split(products), -1, 0)
     # The tokens that pad the last chunk have weight zero.
-    chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, targets, weights))
-    zeros: Any = None if weights is None else jnp.zeros(tables.shape[1:], wide)
-    embedding_grad, (losses, x_grad) = jax.lax.scan(add, zeros, chunks)
-    if embedding_grad is not None and ambient_platform() == "tpu":
+    chunks = *map(split, (x, targets, weights)), rest
+    (embedding_grad, _), (losses, x_grad) = jax.lax.scan(add, (first, rest[-1]), chunks)
+    if platform == "tpu":
         # Where all tokens are one chunk, libtpu else gives the update the product's own layout: it
         # copies the table and its moments into that layout and back.
         embedding_grad = with_layout_constraint(embedding_grad, Layout((0, 1)))
-    losses = losses.reshape(-1)[: targets.size].reshape(targets.shape)
-    if weights is None:
-        return losses, None
-    x_grad = x_grad.reshape(-1, x.shape[-1])[: targets.size].reshape(x.shape)
-    return losses, (x_grad[None], embedding_grad.astype(tables.dtype)[None])
+    x_grad = joined(x_grad, x.shape)[None]
+    return joined(losses, targets.shape), (x_grad, embedding_grad.astype(tables.dtype)[None])
 
 
 def draw_targets(
@@ -240,8 +254,8 @@ def _draw_on_device(
     """`draw_targets` for one device's tokens and its one of `num_shards` of the vocabulary."""
     vocab = _vocabulary(tables[0], vocab_size, num_shards, cap)
     row_bytes = tables.shape[1] * uniforms.dtype.itemsize
-    size, count = _chunks(uniforms.size, row_bytes, chunk_bytes)
-    chunks = jax.tree.map(lambda a: _split_tokens(a, size, count), (x, uniforms))
+    split = functools.partial(_split_tokens, *_chunks(uniforms.size, row_bytes, chunk_bytes))
+    chunks = split(x), split(uniforms)
     drawn = jax.lax.map(lambda chunk: _draw_chunk(vocab, *chunk), chunks)
     return drawn.reshape(-1)[: uniforms.size].reshape(uniforms.shape)
 
@@ -305,7 +319,7 @@ def _chunks(num_tokens: int, row_bytes: int, chunk_bytes: int) -> tuple[int, int
     return math.ceil(num_tokens / least), least
 
 
-def _split_tokens(array: jax.Array, size: int, count: int) -> jax.Array:
+def _split_tokens(size: int, count: int, array: jax.Array) -> jax.Array:
     """An array [B, T, ...] as [chunks, tokens of a chunk, ...], padded with zeros."""
     flat = array.reshape(-1, *array.shape[2:])
     padding = [(0, size * count - len(flat))] + [(0, 0)] * (flat.ndim - 1)
@@ -319,27 +333,61 @@ class _Vocabulary(NamedTuple):
     """Its rows of the output embedding."""
     first: Any
     """Id of its first token."""
-    vocab_size: int
-    """Ids from here on are padding."""
     num_shards: int
     """Number of shards, each on devices of its own."""
+    padding: jax.Array
+    """Minus infinity for ids that are padding, 0 for others, [V]."""
     cap: Cap | None
-
-    @property
-    def ids(self) -> Int[Array, " V"]:
-        return self.first + jnp.arange(len(self.embedding))
 
     def products(self, x: Float[Array, "C D"]) -> Float[Array, "C V"]:
         """The logits before the cap, in float32 at least."""
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.einsum("cd,vd->cv", x, self.embedding, preferred_element_type=wide)
+        return wide_product(x, self.embedding, transpose_b=True)
+
+    def capped(self, products: jax.Array) -> jax.Array:
+        return products if self.cap is None else self.cap(products)
 
     def logits(self, products: Float[Array, "C V"]) -> Float[Array, "C V"]:
-        """The products under the cap; padding has the lowest finite value."""
-        logits = products if self.cap is None else self.cap(products)
-        if len(self.embedding) * self.num_shards > self.vocab_size:
-            logits = jnp.where(self.ids < self.vocab_size, logits, jnp.finfo(logits.dtype).min)
-        return logits
+        """The products under the cap; of padding, minus infinity."""
+        return self.capped(products) + self.padding
+
+    def slopes(self, products: jax.Array, d_logits: jax.Array) -> jax.Array:
+        """The gradient to the products, by that to the logits."""
+        return d_logits if self.cap is None else jax.vjp(self.cap, products)[1](d_logits)[0]
+
+    def rows(self, targets: Int[Array, "*N"]) -> tuple[Int[Array, "*N"], Bool[Array, "*N"]]:
+        """The row of each target in this shard, and whether it is in it; of others row 0."""
+        rows = targets - self.first
+        is_here = (rows >= 0) & (rows < len(self.embedding))
+        return jnp.where(is_here, rows, 0), is_here
+
+    def vectors(self, targets: Int[Array, "*N"], dtype: Any) -> Float[Array, "*N D"]:
+        """The rows of the targets in this shard; zeros for others."""
+        rows, is_here = self.rows(targets)
+        return jnp.where(is_here[..., None], self.embedding[rows], 0).astype(dtype)
+
+    def products_of(self, x: Float[Array, "*N D"], targets: Int[Array, "*N"]) -> Float[Array, "*N"]:
+        """The products of the targets alone, in float32 at least."""
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return self.over_shards(
+            jax.lax.psum, (x.astype(wide) * self.vectors(targets, wide)).sum(-1)
+        )
+
+    def gradient_of_rows(
+        self,
+        x: Float[Array, "*N D"],
+        targets: Int[Array, "*N"],
+        weights: Float[Array, "*N"],
+        products: Float[Array, "*N"],
+    ) -> Float[Array, "V D"]:
+        """Gradient to the embedding of the targets' logits alone, weighted and negative."""
+        rows, is_here = self.rows(targets)
+        slopes = jnp.where(is_here, -self.slopes(products, weights), 0)
+        zeros = jnp.zeros(self.embedding.shape, products.dtype)
+        return zeros.at[rows].add(slopes[..., None] * x.astype(products.dtype))
+
+    def over_shards(self, reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        """x reduced by `jax.lax.psum` or `pmax` over the shards of the vocabulary."""
+        return reduce(x, _TENSOR) if self.num_shards > 1 else x
 
 
 def _vocabulary(
@@ -347,59 +395,61 @@ def _vocabulary(
 ) -> _Vocabulary:
     """The shard of the device that this runs on."""
     first = jax.lax.axis_index(_TENSOR) * len(embedding) if num_shards > 1 else 0
-    return _Vocabulary(embedding, first, vocab_size, num_shards, cap)
+    wide = jnp.promote_types(embedding.dtype, jnp.float32)
+    is_token = first + jnp.arange(len(embedding)) < vocab_size
+    padding = jnp.where(is_token, 0, -jnp.inf).astype(wide)
+    return _Vocabulary(embedding, first, num_shards, padding, cap)
 
 
-def _reduced(
-    logits: Float[Array, "C V"], is_target: Bool[Array, "C V"]
-) -> tuple[Float[Array, " C"], Float[Array, " C"], Float[Array, " C"]]:
-    """Of each row the target's logit, the largest one, and the sum of exp(logit - largest)."""
-    targets = jnp.where(is_target, logits, 0)
-    if ambient_platform() not in GPUS:
-        largest = logits.max(-1)
-        return targets.sum(-1), largest, jnp.exp(logits - largest[:, None]).sum(-1)
-
-    def joined(a: Any, b: Any) -> Any:
-        (picked_a, largest_a, total_a), (picked_b, largest_b, total_b) = a, b
-        is_a = largest_a >= largest_b
-        factor = jnp.exp(-jnp.abs(largest_a - largest_b))
-        total = jnp.where(is_a, total_a + factor * total_b, factor * total_a + total_b)
-        return picked_a + picked_b, jnp.maximum(largest_a, largest_b), total
-
-    # GPUs then read the logits twice for the loss, not three times.
-    zero = jnp.zeros([], logits.dtype)
-    start = zero, jnp.asarray(jnp.finfo(logits.dtype).min), zero
-    return jax.lax.reduce((targets, logits, jnp.ones_like(logits)), start, joined, (1,))
+def _losses(
+    vocab: _Vocabulary, x: Float[Array, "C D"], target_logits: Float[Array, " C"]
+) -> Float[Array, " C"]:
+    """Losses of a chunk, exact however large a logit is."""
+    logits = vocab.logits(vocab.products(x))
+    largest = vocab.over_shards(jax.lax.pmax, logits.max(-1))
+    total = vocab.over_shards(jax.lax.psum, jnp.exp(logits - largest[:, None]).sum(-1))
+    return jnp.log(total) + (largest - target_logits)
 
 
-def _chunk(
+_MOST_NATS = 75.0
+"""Of a logit beyond its target's: with it the sum over a vocabulary is finite in float32."""
+
+
+def _losses_and_gradients(
     vocab: _Vocabulary,
     x: Float[Array, "C D"],
     targets: Int[Array, " C"],
-    weights: Float[Array, " C"] | None,
-) -> tuple[Float[Array, " C"], tuple[Float[Array, "C D"], Float[Array, "V D"]] | None]:
-    """Losses of a chunk and, with weights, the gradient of their weighted sum."""
-    if ambient_platform() == "tpu":
+    weights: Float[Array, " C"],
+    target_products: Float[Array, " C"],
+) -> tuple[Float[Array, " C"], Float[Array, "C D"], Float[Array, "V D"]]:
+    """Losses of a chunk, and the gradient of their weighted sum to x and to the embedding; in this
+    one `gradient_of_rows` is left out.
+
+    With s = exp(logit - target's logit) a loss is log(sum s), and the gradient to a logit s / sum
+    s, less 1 at the target. The target's logit is known before all others, so s is computed at the
+    end of their product, and no logits are written.
+    """
+    platform = ambient_platform()
+    if platform == "tpu":
         # Else both products would read the chunk out of all tokens, in windows so small that the
-        # slopes are computed twice: by the compiler's clock a third more for XL.
+        # shares are computed twice: by the compiler's clock a third more for XL.
         x = jax.lax.optimization_barrier(x)
     products = vocab.products(x)
-    logits = vocab.logits(products)
-    wide = logits.dtype
-    # XLA fuses a comparison with the other passes over the logits, but not a gather.
-    is_target = vocab.ids == targets[:, None]
-    picked, largest, total = _reduced(logits, is_target)
-    if vocab.num_shards > 1:
-        every = jax.lax.all_gather(jnp.stack([picked, largest, total]), _TENSOR)
-        picked, largest = every[:, 0].sum(0), every[:, 1].max(0)
-        total = (every[:, 2] * jnp.exp(every[:, 1] - largest)).sum(0)
-    log_normalizer = largest + jnp.log(total)
-    losses = log_normalizer - picked
-    if weights is None:
-        return losses, None
-    slopes = (jnp.exp(logits - log_normalizer[:, None]) - is_target) * weights[:, None]
-    if vocab.cap is not None:  # the slopes of padding are zero before and after
-        (slopes,) = jax.vjp(vocab.cap, products)[1](slopes)
-    slopes = slopes.astype(x.dtype)  # a product runs at the rate of its wider type
-    x_grad = jnp.einsum("cv,vd->cd", slopes, vocab.embedding, preferred_element_type=wide)
-    return losses, (x_grad, jnp.einsum("cv,cd->vd", slopes, x, preferred_element_type=wide))
+    wide = products.dtype
+    relative = vocab.logits(products) - vocab.capped(target_products)[:, None]
+    shares = jnp.exp(jnp.minimum(relative, _MOST_NATS))
+    # Rounded, as products run at the rate of their wider type. On GPUs before they are summed: else
+    # XLA would write the logits for the sum.
+    if platform in GPUS:
+        rounded = jax.lax.optimization_barrier(shares.astype(x.dtype))
+        total = rounded.astype(wide).sum(-1)
+    else:
+        rounded, total = jax.lax.optimization_barrier((shares.astype(x.dtype), shares.sum(-1)))
+    total = vocab.over_shards(jax.lax.psum, total)
+    if vocab.cap is not None:
+        rounded = vocab.slopes(products, shares).astype(x.dtype)
+    scale = (weights / total)[:, None]
+    target_slopes = vocab.slopes(target_products, total)[:, None]
+    x_grad = wide_product(rounded, vocab.embedding) - target_slopes * vocab.vectors(targets, wide)
+    embedding_grad = wide_product(rounded, (scale * x).astype(x.dtype), transpose_a=True)
+    return jnp.log(total), scale * x_grad, embedding_grad

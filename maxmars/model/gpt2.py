@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from maxmars.config import GPT2Config
 from maxmars.distributed.sharding import (
     GPUS,
     RULES,
+    ambient_batch_shards,
     ambient_platform,
     constrain,
     copies,
@@ -43,6 +45,7 @@ from maxmars.model.attention import (
     takes_flat,
 )
 from maxmars.model.kv_cache import KVCache, at_slots, attend_to_blocks, by_heads
+from maxmars.model.products import cpu_linear
 from maxmars.optim import MatrixSpec
 
 LAYERS = "layers"
@@ -101,6 +104,34 @@ def _once_more(residuals: Any) -> Any:
     """What a backward pass computes with again, such that XLA does so on GPUs: it would else take
     the results of the forward pass, the tanh of a GELU for one, which are arrays as large as x."""
     return jax.lax.optimization_barrier(residuals) if ambient_platform() in GPUS else residuals
+
+
+# The form of GPT-2 XL on TPUs. Its width of 1,600 does not fill the last tile of 128 lanes, and
+# libtpu then (a) computes a norm or a GELU inside of the product that reads it, again for each
+# window of the result, and (b) lays products out with the tokens innermost, for the sums over them
+# in a norm's gradient, and copies. By its own clock such a product takes up to twice as long.
+# With fewer columns or tokens, or whole tiles, the arrays that this form writes only cost.
+_LANES, _LEAST_WIDTH, _LEAST_TOKENS = 128, 1280, 8192
+
+
+def _is_ragged(x: Float[Array, "B T _"], width: int) -> bool:
+    """Whether a TPU has many tokens of a wide residual stream whose last tile is not full."""
+    if ambient_platform() != "tpu" or width < _LEAST_WIDTH or width % _LANES == 0:
+        return False
+    return math.prod(x.shape[:2]) >= _LEAST_TOKENS * ambient_batch_shards()
+
+
+def _written(x: Float[Array, "B T _"], width: int) -> jax.Array:
+    """x as an array of its own, and so its gradient, beside a residual stream of this width that
+    `_is_ragged`; other x as they are."""
+    return jax.lax.optimization_barrier(x) if _is_ragged(x, width) else x
+
+
+def _in_rows(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The residual stream x with D innermost in memory, and so its gradient, if it `_is_ragged`."""
+    if not _is_ragged(x, x.shape[-1]):
+        return x
+    return with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -174,7 +205,10 @@ class Linear(nnx.Module):
         # All tokens on one axis: where a kernel's gradient contracts B and T as two axes, XLA's CPU
         # backend writes the activations out transposed, element by element (0.4 times the rate).
         x = x.reshape(-1, *inputs)
-        y = jnp.tensordot(x, kernel, axes=self.num_inputs)
+        if ambient_platform() == "cpu":
+            y = cpu_linear(x, kernel)
+        else:
+            y = jnp.tensordot(x, kernel, axes=self.num_inputs)
         y = y.reshape(*leading, *y.shape[1:])
         if self.config.use_bias:
             # Added in the bias's float32: its gradient is then the sum over all tokens in float32,
@@ -189,8 +223,9 @@ class Linear(nnx.Module):
     def flat(self, x: Float[Array, "*B N"]) -> Float[Array, "*B D"]:
         """Contract the one last axis of x, which holds those of the kernel's inputs side by side,
         to one axis."""
-        kernel = self.in_type(x.dtype)
-        y = x.reshape(-1, x.shape[-1]) @ kernel.reshape(x.shape[-1], -1)
+        # Without the barrier XLA transposes x to lay the kernel's gradient out by the inputs' axes.
+        kernel = self.in_type(x.dtype).reshape(x.shape[-1], -1)
+        y = x.reshape(-1, x.shape[-1]) @ jax.lax.optimization_barrier(kernel)
         y = y.reshape(*x.shape[:-1], -1)
         return (y + self.bias[...]).astype(x.dtype) if self.config.use_bias else y
 
@@ -250,18 +285,20 @@ class MLP(nnx.Module):
         self.c_proj = Linear(config, mlp, embed, std=_residual_std(config), rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return self.c_proj(_gelu(self.c_fc(x)))
+        return self.c_proj(_written(_gelu(self.c_fc(x)), x.shape[-1]))
 
 
 _tanh_gelu = functools.partial(jax.nn.gelu, approximate=True)
 _gelu = jax.custom_vjp(_tanh_gelu)
 
 
-def _gelu_bwd(x: jax.Array, d_y: jax.Array) -> tuple[jax.Array]:
-    return jax.vjp(_tanh_gelu, _once_more(x))[1](d_y)
+def _gelu_fwd(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # The slope in place of x: the backward pass is then a factor at the end of a product.
+    y, vjp = jax.vjp(_tanh_gelu, x)
+    return y, vjp(jnp.ones_like(x))[0]
 
 
-_gelu.defvjp(lambda x: (_tanh_gelu(x), x), _gelu_bwd)
+_gelu.defvjp(_gelu_fwd, lambda slope, d_y: (d_y * _once_more(slope),))
 
 
 class Block(nnx.Module):
@@ -277,9 +314,12 @@ class Block(nnx.Module):
         self, x: Float[Array, "B T D"], layer_index: Int[Array, ""], attend: Attend | FlatAttend
     ) -> Float[Array, "B T D"]:
         """Add attention and MLP to the residual stream x; see `Attention`."""
-        x = constrain(x, "batch", "length", None)
-        x = x + self.attn(self.ln_1(x), layer_index, attend)
-        return x + self.mlp(self.ln_2(x))
+        # Behind a barrier on GPUs, where XLA adds to the end of a product what has no past.
+        x = _in_rows(_once_more(constrain(x, "batch", "length", None)))
+        x = _in_rows(x + self.attn(_in_rows(self.ln_1(x)), layer_index, attend))
+        width = x.shape[-1]
+        y = self.mlp(_written(_in_rows(self.ln_2(x)), width))
+        return x + _written(_in_rows(y), width)
 
 
 class Embedding(nnx.Module):

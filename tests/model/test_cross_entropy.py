@@ -100,6 +100,25 @@ def test_the_same_on_a_mesh(name):
         assert_same(with_grads(chunked, *inputs()), plain_with_grads(name))
 
 
+def test_a_token_that_is_ruled_out_has_a_finite_loss_and_a_gradient_that_lowers_it():
+    x, embedding, targets = inputs()
+    chunked, reference = FUNCTIONS["mean_loss"]
+    chunked = functools.partial(chunked, chunk_bytes=None)
+    for scale, is_capped in ((2, False), (20, True)):  # the largest losses are 60 and 700 nats
+        arrays = x, scale * embedding, targets
+        losses = jax.jit(functools.partial(chunked_losses, chunk_bytes=None))(*arrays)
+        assert (losses.max() > 75) == is_capped
+        assert_same(losses, jax.jit(plain)(*arrays))  # of a validation, without a limit
+        (loss, grads), (exact, exact_grads) = (with_grads(f, *arrays) for f in (chunked, reference))
+        if not is_capped:
+            assert_same((loss, grads), (exact, exact_grads))
+            continue
+        assert 0 < loss < exact
+        for ours, theirs in zip(grads, exact_grads, strict=True):
+            cosine = np.vdot(ours, theirs) / (np.linalg.norm(ours) * np.linalg.norm(theirs))
+            assert cosine > 0.5
+
+
 # Of so many tokens and a vocabulary of so many, the logits take 32 MB and the embedding 0.5 MB.
 LARGE = {"rows": 8, "length": 128, "vocab": 8192}
 
