@@ -181,8 +181,9 @@ def flat_attention_on_mesh(
     if ambient_platform() in GPUS:
 
         def kernel(q: Flat, k: Flat, v: Flat, segment_ids: Ids | None) -> Flat:
-            apart = (x.reshape(*x.shape[:2], -1, head_dim) for x in (q, k, v))
-            return cudnn_attention(*apart, jnp.float32(1), segment_ids).reshape(q.shape)
+            heads = [x.reshape(*x.shape[:2], -1, head_dim) for x in (q, k, v)]
+            one = jnp.ones([], jnp.float32)
+            return cudnn_attention(heads[0], heads[1], heads[2], one, segment_ids).reshape(q.shape)
 
     else:
         # This import takes 0.2 s, which only runs on TPUs should pay.

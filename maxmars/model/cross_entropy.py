@@ -197,8 +197,8 @@ def _on_device(
 
     def add(carry: Any, chunk: Any) -> tuple[Any, Any]:
         total, products = carry
-        *chunk, next_products = chunk
-        losses, x_grad, embedding_grad = _losses_and_gradients(vocab, *chunk, products)
+        arrays, next_products = chunk
+        losses, x_grad, embedding_grad = _losses_and_gradients(vocab, products, *arrays)
         return (total + embedding_grad, next_products), (losses, x_grad.astype(x.dtype))
 
     # All targets' own rows at once: each chunk would sort its own, and copy the table.
@@ -207,7 +207,7 @@ def _on_device(
     # it takes from an array there. So each chunk hands the next one its targets' products.
     rest = jnp.roll(split(products), -1, 0)
     # The tokens that pad the last chunk have weight zero.
-    chunks = *map(split, (x, targets, weights)), rest
+    chunks = tuple(map(split, (x, targets, weights))), rest
     (embedding_grad, _), (losses, x_grad) = jax.lax.scan(add, (first, rest[-1]), chunks)
     if platform == "tpu":
         # Where all tokens are one chunk, libtpu else gives the update the product's own layout: it
@@ -417,10 +417,10 @@ _MOST_NATS = 75.0
 
 def _losses_and_gradients(
     vocab: _Vocabulary,
+    target_products: Float[Array, " C"],
     x: Float[Array, "C D"],
     targets: Int[Array, " C"],
     weights: Float[Array, " C"],
-    target_products: Float[Array, " C"],
 ) -> tuple[Float[Array, " C"], Float[Array, "C D"], Float[Array, "V D"]]:
     """Losses of a chunk, and the gradient of their weighted sum to x and to the embedding; in this
     one `gradient_of_rows` is left out.

@@ -38,7 +38,7 @@ def wide_product(
 
 
 @jax.custom_vjp
-def cpu_linear(x: Float[Array, "N ..."], kernel: Float[Array, "..."]) -> Float[Array, "N ..."]:
+def cpu_linear(x: Float[Array, "N ..."], kernel: Float[Array, ...]) -> Float[Array, "N ..."]:
     """The inputs x [N, *I] contracted with a kernel [*I, *O], in x's type, for CPUs."""
     return _linear(x, kernel, x.ndim - 1)
 
