@@ -385,7 +385,9 @@ def _operation(
 ) -> Operation:
     name = "/".join(i.op_name.split("/")[-2:]) or i.name
     shape = re.sub(r"\{.*", "", tuple_elements(i.shape)[0])
-    return Operation(kind, name, shape, 1, seconds, low, bound, ".remat" in i.name)
+    # XLA writes .remat, .remat2, .remat_uncompressed; .rematerialized is what it fills anew.
+    recomputed = re.search(r"\.remat(?!erialized)", i.name) is not None
+    return Operation(kind, name, shape, 1, seconds, low, bound, recomputed)
 
 
 def _is_beside_attention(frame: Frame, i: Instruction) -> bool:
@@ -446,11 +448,12 @@ def _streamed_bytes(frame: Frame, i: Instruction) -> float:
     read = math.fsum(
         _read_bytes(inside, parameters[f"{k}"], x.shape) for k, x in enumerate(operands)
     )
-    updates = [
-        inside.operand(x, 1).shape for x in instructions if x.opcode == "dynamic-update-slice"
-    ]
+    while (root := inside.computation.root).opcode == "fusion":
+        inside = inside.enter(root, root.called("calls")[0])
+    writes = inside.computation.instructions.values()
+    updates = [inside.operand(x, 1).shape for x in writes if x.opcode == "dynamic-update-slice"]
     # Rows of a table are read and written.
-    updates += 2 * [inside.operand(x, 2).shape for x in instructions if x.opcode == "scatter"]
+    updates += 2 * [inside.operand(x, 2).shape for x in writes if x.opcode == "scatter"]
     return read + sum(map(_padded_bytes, updates or [shape]))
 
 

@@ -324,12 +324,20 @@ SCATTER = """%scatters {
   %rows = f32[1024,128]{1,0} parameter(1)
   %ids = s32[1024,1]{1,0} parameter(2)
   ROOT %s = f32[12288,128]{1,0} SCATTER
+}
+
+%outer {
+  %table = f32[12288,128]{1,0} parameter(0)
+  %rows = f32[1024,128]{1,0} parameter(1)
+  %ids = s32[1024,1]{1,0} parameter(2)
+  ROOT %s = f32[12288,128]{1,0} fusion(%table, %rows, %ids), calls=%scatters
 }"""
 SCATTERED = "scatter(%table, %ids, %rows), index_vector_dim=1, to_apply=%adds"
 
 
 @pytest.mark.parametrize(
-    "added", [SCATTERED, "fusion(%table, %rows, %ids), kind=kInput, calls=%scatters"]
+    "added",
+    [SCATTERED, *(f"fusion(%table, %rows, %ids), calls=%{name}" for name in ("scatters", "outer"))],
 )
 def test_of_a_table_to_which_rows_are_added_these_rows_count(added):
     body = [
@@ -362,9 +370,10 @@ def test_an_update_beside_other_work_takes_the_memory_for_its_slice_alone():
 
 
 def test_what_xla_computes_again_for_want_of_memory_is_told_apart():
-    body = [ARGUMENT, fusion("f", "x", 5000, "jit(f)/add"), fusion("f.remat2", "x", 5000, "")]
+    names = ("f", "f.rematerialized", "f.remat2", "f.remat_uncompressed")
+    body = [ARGUMENT, *(fusion(name, "x", 5000, "jit(f)/add") for name in names)]
     clock = step_clock(module(body, ADD), V5E)
-    assert (clock.recomputed.count, clock.kinds[ELEMENTWISE].count) == (1, 2)
+    assert (clock.recomputed.count, clock.kinds[ELEMENTWISE].count) == (2, 4)
     assert clock.recomputed.seconds == pytest.approx(clock.seconds / 2)
 
 
