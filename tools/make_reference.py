@@ -8,11 +8,11 @@ are from its own; any of the clones will do for it. It needs PyTorch and NumPy a
 
 `optimizer_reference.npz` has parameters, gradients and learning rates, and for each case the
 parameters after the last step; `gpt2_reference.npz` has the official GPT's parameters and batches,
-its logits and gradients on the first microbatch, and the losses of training runs. Matrices are
-PyTorch's, [out, in]. The JSON beside each has the arguments and the clones' commits. All is
-float64, Newton-Schulz too, which the official code runs in bfloat16; a case whose "ns" is bfloat16
-runs as the code stands, in float32. Inputs are multiples of 1/64, times a power of two, so that
-float16 holds them exactly.
+its loss and gradients on the first microbatch, the logits of its first window, and the losses of
+training runs. Matrices are PyTorch's, [out, in]. The JSON beside each has the arguments and the
+clones' commits. All is float64, Newton-Schulz too, which the official code runs in bfloat16; a case
+whose "ns" is bfloat16 runs as the code stands, in float32. Inputs are multiples of 1/64, times a
+power of two, so that float16 holds them exactly.
 """
 
 from __future__ import annotations
@@ -182,6 +182,7 @@ def draw_inputs() -> tuple[tuple[dict, Arrays], tuple[dict, Arrays]]:
         around = 1.0 if ".ln_" in f".{name}" else 0.0
         gpt2[f"params0/transformer.{name}.weight"] = around + draw(*shape) / 2
     gpt2_info = {"model": MODEL, "steps": STEPS, "batch": BATCH, "accum": ACCUM, "runs": RUNS}
+    gpt2_info["kept_windows"] = 1  # of whose logits
     return (info, arrays), (gpt2_info, gpt2)
 
 
@@ -293,7 +294,8 @@ def gpt2_numbers(copy: Path, info: dict, inputs: Arrays) -> Arrays:
     model = new_model()
     logits, loss = apply(model, batches[0, 0])
     loss.backward()
-    numbers = {"logits": logits.detach().numpy(), "loss": loss.detach().numpy()}
+    kept = logits[: info.get("kept_windows")]
+    numbers = {"logits": kept.detach().numpy(), "loss": loss.detach().numpy()}
     numbers |= {f"grad/{name}": p.grad.numpy() for name, p in model.named_parameters()}
     for name, run in info["runs"].items():
         for key, value in train(new_model(), run, batches, info).items():

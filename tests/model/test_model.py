@@ -71,7 +71,8 @@ def test_logits_and_gradients_equal_the_official_model_in_float64(official_dir, 
 
     logits = apply(config, params, tokens[:, :-1])
     assert logits.dtype == jnp.float64
-    np.testing.assert_allclose(logits, reference.arrays["logits"], rtol=0, atol=1e-10)
+    theirs = reference.arrays["logits"]  # of the first windows
+    np.testing.assert_allclose(logits[: len(theirs)], theirs, rtol=0, atol=1e-10)
 
     loss, grads = loss_and_grads(config, params, tokens)
     np.testing.assert_allclose(loss, reference.arrays["loss"], rtol=0, atol=1e-12)
