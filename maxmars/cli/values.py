@@ -48,6 +48,8 @@ _WORDS: dict[Any, dict[str, Any]] = {
 @functools.cache  # a config has a hundred fields of twenty types, and tyro asks for each ten times
 def _spec_of(hint: Any) -> PrimitiveConstructorSpec[Any] | None:
     """How words become a value of a type; None leaves it to tyro."""
+    if hint is type(None):  # an option of the user's own, whose value does not say what else it is
+        hint = int | float | bool | str | None
     kinds = kinds_of(hint)
     tuples = [kind for kind in kinds if (typing.get_origin(kind) or kind) is tuple]
     if tuples and set(kinds) == {*tuples[:1], type(None)}:

@@ -329,7 +329,7 @@ class OptaxConfig(CheckedConfig):
     the best and exported."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, JSON values. A run adds the function's own defaults, as
-    far as its file writes them as numbers, text, True or False, or its package has such."""
+    far as its file writes them as numbers, text, True or False; those of a package may be None."""
     learning_rate: Positive[float]
     """Peak learning rate; the schedule multiplies it."""
 

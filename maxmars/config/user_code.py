@@ -197,7 +197,8 @@ def _of_package(module: str, name: str, *, field: str) -> Callable[..., Any]:
 
 def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str, Any]:
     """The keyword arguments of a function whose defaults its file writes as a number, a text, True
-    or False, with these defaults; the first argument and those of `without` are left out.
+    or False, with these defaults; the first argument and those of `without` are left out. Of an
+    installed package's function also those whose default is None, as SGD's momentum in optax.
 
     A file of the user's own is read and not run: what it computes on devices would come before the
     processes of a run have found each other. One that is missing or no Python has none; whoever
@@ -206,12 +207,16 @@ def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str,
     Raises:
       ValueError: an installed package has no such function.
     """
-    defaults = _defaults_in_file(source) if source.file else _defaults_of_package(source)
+    values: Any = bool | int | float | str
+    if source.file:
+        defaults = _defaults_in_file(source)
+    else:
+        defaults, values = _defaults_of_package(source), values | None
     return {
         name: value
         for name, value in defaults.items()
         if name not in without
-        and isinstance(value, bool | int | float | str)
+        and isinstance(value, values)
         and (not isinstance(value, float) or math.isfinite(value))
     }
 

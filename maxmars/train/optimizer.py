@@ -84,7 +84,8 @@ def note_on_package(optimizer: OptimizerConfig) -> str | None:
         return None
     return (
         f"{optimizer.source.written} gets the layers stacked in one array: a norm of an array is "
-        "over all layers"
+        "over all layers. What it trains is what is evaluated; for others (schedule-free) take a "
+        "FILE.py:NAME that names them"
     )
 
 
@@ -266,8 +267,8 @@ def check_optimizer(
         if optimizer.source.file and not needs_more:
             raise  # a fault of the user's own file, which its traceback shows
         raise ValueError(
-            f"{whose} needs more than gradients, state and parameters ({error}); take one whose "
-            "update needs these alone."
+            f"{whose} makes no updates of gradients, state and parameters alone ({error}); take "
+            "one whose update needs nothing else, or other optimizer.options."
         ) from error
     if not _is_like(updates, params):
         raise ValueError(

@@ -66,7 +66,7 @@ CHANGES = {
         f"mars.py --seed 1 --seed {2**32 - 1}": {"seed": 2**32 - 1},
     },
     "of an own function": {
-        "own.py --optimizer.options.rate None": {"optimizer.options.rate": None},
+        "own.py --optimizer.options.rate 3": {"optimizer.options.rate": 3},
         "--optimizer.options.betas 0.8": {"optimizer.options.betas": (0.8,)},
         "--optimizer.options.names b c": {"optimizer.options.names": ("b", "c")},
         "--optimizer.options.mixed -2 3": {"optimizer.options.mixed": (-2, 3.0)},
@@ -140,7 +140,6 @@ REFUSALS = [
     (2, f"{MARS} --num-steps 1e400", "--num-steps 1e400"),
     (2, f"{MARS} --model.remat atention", "--model.remat atention", "`attention`"),
     (2, "train own.py --optimizer.make no", "--optimizer.make no must be FILE.py:NAME"),
-    (2, f"{OWN}.rate 3", "--optimizer.options.rate 3"),
     (2, f"{OWN}.more None", "--optimizer.options.more None"),
     (2, f"{OWN}.betas 0.9 x", "--optimizer.options.betas x must be a number"),
     (2, f"{OWN}.mixed 0.5 1", "--optimizer.options.mixed 0.5 must be an integer"),

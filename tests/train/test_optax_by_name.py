@@ -1,5 +1,7 @@
 """Optimizers of optax by name, `optax.contrib:adopt`: made, masked, trained, and refused."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from tiny import MODEL, first_difference, random_params
 from maxmars.cli import main
 from maxmars.config import AdamWConfig, LionConfig, ModuleConfig, OptaxConfig, load_config
 from maxmars.model.parameters import Parameters
+from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer, make_optimizer
 
 PARAMETERS = Parameters(MODEL)
@@ -110,6 +113,7 @@ def test_options_are_the_defaults_of_the_package():
         "b1": 0.9,
         "b2": 0.9999,
         "eps": 1e-6,
+        "mu_dtype": None,
         "nesterov": False,
         "use_clipping": True,
     }
@@ -140,6 +144,54 @@ def test_a_run_on_a_mesh_continues_and_says_what_it_trains_with(byte_tokens, tmp
     run("halves", "--schedule.decay-steps", "4", "--resume-overrides", "num_steps")
     run("same", "--schedule.decay-steps", "4")
     assert first_difference(tmp_path / "halves", tmp_path / "same") is None
+
+
+# `--NAME` is an option of the optimizer's own. The last two divide by the rate.
+BY_COMMAND = [
+    "optax:adabelief",
+    "optax:adafactor --momentum 0.9 --weight-decay-rate None",
+    "optax:adamw --b2 0.95 --mu-dtype bfloat16",
+    "optax:lion",
+    "optax:nadamw",
+    "optax:radam",
+    "optax:sgd --momentum 0.9 --nesterov True",
+    "optax.contrib:adopt",
+    "optax.contrib:schedule_free_adamw --warmup-steps 2",
+    "optax.contrib:dadapt_adamw",
+    "optax.contrib:prodigy",
+]
+REFUSED = ["optax:lbfgs", *(f"optax.contrib:{name}" for name in ("momo", "muon", "sophia"))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", BY_COMMAND)
+def test_it_trains_and_what_a_kill_leaves_goes_on(words, byte_tokens, tmp_path, capsys):
+    name, *own = words.replace("--", "--optimizer.options.").split()
+    if name in ("optax.contrib:dadapt_adamw", "optax.contrib:prodigy"):
+        own += ["--schedule.warmup-steps", "0"]
+    command = ["train", f"quickstart:data={byte_tokens},optimizer={name}", *SIZE.split(), *own]
+    command += ["--num-processes", "1", "--num-steps", "3", "--checkpoint.every", "2"]
+    command += ["--log.every", "1", "--eval.every", "None", "--workdir"]
+    main([*command, str(tmp_path / "whole")])
+    losses = [row["train/loss"] for row in read_metrics(tmp_path / "whole") if "train/loss" in row]
+    assert len(losses) == 3
+    assert losses[2] < losses[0] + 0.1
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "3")
+    main([*command, str(tmp_path / "killed")])
+    assert "continuing from step 2" in capsys.readouterr().out
+    assert first_difference(tmp_path / "whole", tmp_path / "killed") is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_in_a_line(name, byte_tokens, tmp_path, capsys):
+    words = ["train", f"quickstart:data={byte_tokens},optimizer={name}", *SIZE.split()]
+    with pytest.raises(SystemExit) as ended:
+        main([*words, "--num-processes", "1", "--workdir", str(tmp_path / "run")])
+    assert ended.value.code == 1
+    (line,) = (some for some in capsys.readouterr().err.splitlines() if "error:" in some)
+    assert f"optimizer.make='{name}'" in line
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("command", ["plan", "compare"])
