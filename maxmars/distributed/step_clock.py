@@ -464,8 +464,9 @@ def _read_bytes(frame: Frame, name: str, shape: str) -> float:
         position = user.operands.index(name)
         if user.opcode in _READS_A_PART and not position:
             size += _padded_bytes(user.shape)
-        elif user.opcode == "bitcast":
-            size += _read_bytes(frame, user.name, shape)
+        elif user.opcode in ("bitcast", "convert") and frame.computation.users[user.name]:
+            ratio = shape_bytes(shape) / max(1, shape_bytes(user.shape))
+            size += ratio * _read_bytes(frame, user.name, user.shape)
         elif user.opcode == "fusion":
             inside = frame.enter(user, user.called("calls")[0])
             parameter = next(

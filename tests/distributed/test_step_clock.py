@@ -319,6 +319,24 @@ def test_of_an_array_that_is_read_in_part_the_part_counts(part):
     assert step_clock(module(body, SLICE), SLOW).seconds == pytest.approx(2 * ARRAY * SLOW_BYTE)
 
 
+CONVERTED = """%converts {
+  %all = f32[12,1024,128]{2,1,0} parameter(0)
+  %narrow = bf16[12,1024,128]{2,1,0} convert(%all)
+  ROOT %s = bf16[1,1024,128]{2,1,0} slice(%narrow), slice={[3:4], [0:1024], [0:128]}
+}"""
+
+
+def test_of_an_array_that_is_converted_and_taken_in_part_the_part_counts():
+    call = "fusion(%all), kind=kLoop, calls=%converts"
+    body = ["%all = f32[12,1024,128] parameter(0)", f"ROOT %p = bf16[1,1024,128] {call}"]
+    clock = step_clock(module(body, CONVERTED), SLOW)
+    assert clock.seconds == pytest.approx((ARRAY + ARRAY / 2) * SLOW_BYTE)
+    whole = CONVERTED.replace("bf16[1,1024,128]{2,1,0} slice", "bf16[12,1024,128]{2,1,0} negate")
+    body[1] = f"ROOT %p = bf16[12,1024,128] {call}"
+    clock = step_clock(module(body, whole), SLOW)
+    assert clock.seconds == pytest.approx(12 * (ARRAY + ARRAY / 2) * SLOW_BYTE)
+
+
 SCATTER = """%scatters {
   %table = f32[12288,128]{1,0} parameter(0)
   %rows = f32[1024,128]{1,0} parameter(1)
