@@ -1,7 +1,7 @@
-"""The options of XLA's compiler with which the train step is compiled on TPUs.
+"""The options of XLA's compiler with which the train step is compiled on TPUs and GPUs.
 
-They belong to the step alone: nothing is set for the process, for which LIBTPU_INIT_ARGS does it.
-What they bring, by the compiler's own estimates, is in plan/README.md.
+They belong to the step alone: nothing is set for the process, for which LIBTPU_INIT_ARGS does it
+and, for GPUs, XLA_FLAGS. What they bring, by estimates, is in plan/README.md.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+import jax
+
 from maxmars.config import GPT2Config, TrainConfig
+from maxmars.distributed.sharding import GPUS
 
 Options = Mapping[str, object]
 
@@ -24,16 +27,24 @@ _PRODUCTS_APART: Options = {"xla_tpu_dot_dot_fusion": False}
 _LEAST_WIDTH_APART = 1280
 
 
+# A product takes in a factor or a sum of its own shape, such as a GELU's slope. JAX 0.12 has it by
+# default: remove it when that is the oldest version.
+_FACTORS_IN_PRODUCTS: Options = {"xla_gpu_experimental_gemm_fusion_v2": True}
+
+
 def compiler_options(config: TrainConfig, platform: str | None) -> dict[str, object] | None:
     """The options for the train step of a config on a platform (`jax.Device.platform`), for
-    `jax.jit(compiler_options=...)`; None off TPUs. A model of the user's own has no width here.
+    `jax.jit(compiler_options=...)`; None elsewhere. A model of the user's own has no width here.
 
-    An option that LIBTPU_INIT_ARGS names is left to it, as the step's would override it.
+    An option that LIBTPU_INIT_ARGS or XLA_FLAGS names is left to it, as the step's would override
+    it.
     """
-    if platform != "tpu":
-        return None
     model = config.model
-    is_wide = isinstance(model, GPT2Config) and model.embed_dim >= _LEAST_WIDTH_APART
-    options = {**_WHOLE_PRODUCTS, **(_PRODUCTS_APART if is_wide else {})}
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    return {name: value for name, value in options.items() if name not in given}
+    options: Options = {}
+    if platform == "tpu":
+        is_wide = isinstance(model, GPT2Config) and model.embed_dim >= _LEAST_WIDTH_APART
+        options = {**_WHOLE_PRODUCTS, **(_PRODUCTS_APART if is_wide else {})}
+    elif platform in GPUS and jax.__version_info__ < (0, 12):
+        options = _FACTORS_IN_PRODUCTS
+    given = os.environ.get("LIBTPU_INIT_ARGS", "") + os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in options.items() if name not in given} or None
