@@ -433,6 +433,6 @@ def test_a_step_for_tpus():
         assert kind.bound_seconds <= kind.low_seconds <= kind.seconds
     for name in (PRODUCTS, LOSS_PRODUCTS, LOSS_ELEMENTWISE, OPTIMIZER):
         assert clock.kinds[name].seconds > 0, name
-    assert plan.train_step.needs.seconds == clock.seconds == plan.step_seconds
+    assert clock.seconds == plan.step_seconds
     assert 0 < plan.mfu(clock.seconds) <= plan.mfu(clock.low_seconds) < 1
     assert len(written["largest"]) == 10

@@ -54,7 +54,6 @@ def test_the_clock_has_all_kinds_and_is_no_faster_than_the_bound(plans):
             assert clock.kinds[kind].seconds > 0, (name, kind)
         assert clock.seconds > plan.bound.overlapped_step_time_s
         assert clock.guessed == ()
-        assert plan.train_step.needs.seconds is None
 
 
 @pytest.mark.parametrize("rows", [24, 64])
