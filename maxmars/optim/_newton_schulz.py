@@ -168,7 +168,7 @@ def _product(x: jax.Array, y: jax.Array, dtype: Any, *, transposed: bool = False
         return jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=wide)
 
     def on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
-        if dtype == jnp.bfloat16 and cpu.multiplies_bfloat16():
+        if jnp.dtype(dtype) == jnp.bfloat16 and cpu.multiplies_bfloat16():
             x, y = x.astype(dtype), y.astype(dtype)
         else:  # products of bfloat16 are then slower than those of the same numbers in float32
             bits = jnp.finfo(dtype)

@@ -141,10 +141,11 @@ def test_operands_are_bfloat16_and_accumulate_in_float32_on_accelerators():
         assert "xf32>" in result
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16"])
 @pytest.mark.parametrize("shape", [(3, 32, 48), (3, 48, 32), (1, 48, 32), (48, 32)])
-def test_operands_on_cpus(shape, multiplies_bfloat16):
+def test_operands_on_cpus(shape, dtype, multiplies_bfloat16):
     """Every product has the type that the CPU is fast in, also of matrices that are turned over."""
-    lowered = jax.jit(lambda x: newton_schulz(x)).lower(jnp.ones(shape))
+    lowered = jax.jit(lambda x: newton_schulz(x, dtype=dtype)).lower(jnp.ones(shape))
     text = lowered.compile().as_text()
     computations = [block for block in text.split("\n\n") if " dot(" in block]
     assert len(computations) == 15
