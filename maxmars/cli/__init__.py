@@ -60,7 +60,6 @@ def main(argv: list[str] | None = None) -> None:
     """
     if argv is None:
         argv = sys.argv[1:]
-    keep_freed_memory()
     # A run must not end because nobody reads what it prints; its metrics are in its files.
     with standard_streams(keep_going=argv[:1] == ["train"]):
         code = _run(argv)
@@ -110,6 +109,7 @@ def _dispatch(argv: list[str]) -> int:
     if name in COMMANDS:
         if name != "launch":  # whose programs hand the variable on to the run
             _stay_on_the_cpu_without_chips()
+            keep_freed_memory()
         command = COMMANDS[name]
         try:
             module = importlib.import_module(f"{__name__}.{command.module}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import sys
 
@@ -23,6 +22,8 @@ def keep_freed_memory() -> None:
     """
     if sys.platform != "linux" or any(map(importlib.util.find_spec, _ACCELERATORS)):
         return
+    import ctypes
+
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option, value in _OPTIONS.items():
