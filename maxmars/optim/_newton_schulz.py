@@ -19,7 +19,6 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from maxmars.optim import cpu
 from maxmars.optim._rules import check_numbers
 
 Triple = tuple[float, float, float]
@@ -154,31 +153,24 @@ def _in_rows(x: jax.Array) -> jax.Array:
 def _step(x: jax.Array, triple: Triple | jax.Array, dtype: Any) -> jax.Array:
     """One iteration: operands in `dtype`, all else in x's."""
     a, b, c = triple
-    gram = _product(x, x, dtype, transposed=True)
+    gram = _product(x, x.mT, dtype)
     polynomial = b * gram + c * _product(gram, gram, dtype)
     return a * x + _product(polynomial, x, dtype)
 
 
-def _product(x: jax.Array, y: jax.Array, dtype: Any, *, transposed: bool = False) -> jax.Array:
-    """x y, or x yᵀ, with operands rounded to `dtype`, accumulated in x's dtype."""
-    wide = x.dtype
+def _product(x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
+    """x y with operands rounded to `dtype`, accumulated in x's dtype."""
+    if x.dtype == dtype:
+        # By default an accelerator may multiply float32 in fewer bits.
+        return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
     def narrow(x: jax.Array, y: jax.Array) -> jax.Array:
-        y = y.mT if transposed else y
-        return jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=wide)
+        return jnp.matmul(x.astype(dtype), y.astype(dtype), preferred_element_type=x.dtype)
 
-    def on_cpu(x: jax.Array, y: jax.Array) -> jax.Array:
-        if jnp.dtype(dtype) == jnp.bfloat16 and cpu.multiplies_bfloat16():
-            x, y = x.astype(dtype), y.astype(dtype)
-        else:  # products of bfloat16 are then slower than those of the same numbers in float32
-            bits = jnp.finfo(dtype)
-            x, y = (jax.lax.reduce_precision(v, bits.nexp, bits.nmant) for v in (x, y))
-        # Not by `y.mT`: XLA would convert both to float32 before it finds the transpose needless.
-        formula = "...ik,...jk->...ij" if transposed else "...ik,...kj->...ij"
-        return jnp.einsum(formula, x, y, preferred_element_type=wide)
+    def rounded(x: jax.Array, y: jax.Array) -> jax.Array:
+        # A CPU has no narrow products, and XLA's emulation fails on some transposes of them.
+        bits = jnp.finfo(dtype)
+        x, y = (jax.lax.reduce_precision(v, bits.nexp, bits.nmant) for v in (x, y))
+        return jnp.matmul(x, y)
 
-    if wide == dtype:
-        # By default an accelerator may multiply float32 in fewer bits.
-        y = y.mT if transposed else y
-        return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
-    return jax.lax.platform_dependent(x, y, cpu=on_cpu, default=narrow)
+    return jax.lax.platform_dependent(x, y, cpu=rounded, default=narrow)
