@@ -66,5 +66,7 @@ cpu_linear.defvjp(lambda x, kernel: (cpu_linear(x, kernel), (x, kernel)), _cpu_l
 
 def _in_memory(x: jax.Array) -> jax.Array:
     """x, a transposed array, written out: XLA would else transpose within the product."""
-    x = jax.lax.optimization_barrier(x)
+    x, mesh = jax.lax.optimization_barrier(x), jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in set(mesh.axis_names) - set(mesh.manual_axes)):
+        return x  # XLA's partitioner would gather what has a layout
     return with_layout_constraint(x, Layout((*range(x.ndim),)))

@@ -212,11 +212,14 @@ def test_collectives_of_the_train_step():
     biases = 2 * d * 4  # of the two projections; the others are split over heads or not at all
     tables = (MODEL.padded_vocab_size // 2 + MODEL.max_seq_len) * d * 4
     rows = config.microbatch_size // 4
-    # Of the logits, three numbers a token, from which its loss follows.
-    (of_loss,) = (c for c in model if c.op == "all-gather" and c.axes == ("tensor",))
-    numbers = 2 * 3 * rows * MODEL.max_seq_len
-    assert (of_loss.count, of_loss.bytes) == (config.num_microbatches, 2 * numbers * 4)
-    gathers = [c for c in model if c.op == "all-gather" and c != of_loss]
+    # Of the logits, two numbers a token, from which its loss follows: that of its target, and the
+    # sum of the exponentials.
+    over_tensor = [c for c in model if c.axes == ("tensor",)]
+    assert {c.op for c in over_tensor} == {"all-reduce"}
+    numbers = rows * MODEL.max_seq_len
+    of_loss = [c for c in over_tensor if c.bytes == c.count * numbers * 4]
+    assert sum(c.count for c in of_loss) == 2 * config.num_microbatches
+    gathers = [c for c in model if c.op == "all-gather"]
     assert {c.axes for c in gathers} == {("fsdp",)}
     # Kernels are gathered in every layer and microbatch, and without rematerialisation stay until
     # the backward pass; the tables are gathered once.
