@@ -20,14 +20,13 @@ from maxmars.distributed.sharding import ambient_platform
 
 
 def wide_product(
-    a: Float[Array, "*B M K"],
-    b: Float[Array, "*B K N"],
+    a: Float[Array, "*B _ _"],
+    b: Float[Array, "*B _ _"],
     *,
     transpose_a: bool = False,
     transpose_b: bool = False,
-) -> Float[Array, "*B M N"]:
-    """The matrix product of the last two axes, of which `a` or `b` may be given transposed; in
-    float32 at least."""
+) -> Float[Array, "*B _ _"]:
+    """The matrix product a b of the last two axes, or aᵀ b, or a bᵀ; in float32 at least."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     if transpose_a and ambient_platform() == "cpu" and (a.dtype != wide or a.ndim > 2):
         a, transpose_a = _in_memory(a.mT), False
