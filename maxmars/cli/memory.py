@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
-_ACCELERATORS = ("libtpu", "jax_cuda12_plugin", "jax_cuda13_plugin")
+_ACCELERATORS = ("libtpu", "jax_plugins")  # the second has JAX's parts for GPUs
 _OPTIONS = {  # of glibc's mallopt
     -8: 1,  # M_ARENA_MAX: one heap for all threads, as those of single threads are unmapped
     -4: 0,  # M_MMAP_MAX: no block is mapped by itself

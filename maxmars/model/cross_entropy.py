@@ -177,9 +177,8 @@ def _on_device(
     num_shards: int,
 ) -> tuple[Float[Array, "B T"], tuple[Float[Array, "1 B T D"], Float[Array, "1 V D"]] | None]:
     """`_over_chunks` for one device's tokens and its one of `num_shards` of the vocabulary."""
-    vocab = _vocabulary(tables[0], vocab_size, num_shards, cap)
-    products = vocab.products_of(x, targets)
-    row_bytes, platform = tables.shape[1] * products.dtype.itemsize, ambient_platform()
+    vocab, platform = _vocabulary(tables[0], vocab_size, num_shards, cap), ambient_platform()
+    row_bytes = tables.shape[1] * jnp.promote_types(x.dtype, jnp.float32).itemsize
     if chunk_bytes is None:
         is_added_up = weights is not None and platform in ("tpu", *GPUS)
         chunk_bytes = 2 * CHUNK_BYTES if is_added_up else CHUNK_BYTES
@@ -191,8 +190,7 @@ def _on_device(
         return chunks.reshape(-1, *shape[2:])[: targets.size].reshape(shape)
 
     if weights is None:
-        chunks = split(x), split(vocab.capped(products))
-        losses = jax.lax.map(lambda chunk: _losses(vocab, *chunk), chunks)
+        losses = jax.lax.map(lambda chunk: _losses(vocab, *chunk), (split(x), split(targets)))
         return joined(losses, targets.shape), None
 
     def add(carry: Any, chunk: Any) -> tuple[Any, Any]:
@@ -201,6 +199,7 @@ def _on_device(
         losses, x_grad, embedding_grad = _losses_and_gradients(vocab, products, *arrays)
         return (total + embedding_grad, next_products), (losses, x_grad.astype(x.dtype))
 
+    products = vocab.products_of(x, targets)
     # All targets' own rows at once: each chunk would sort its own, and copy the table.
     first = vocab.gradient_of_rows(x, targets, weights, products)
     # XLA computes at the end of a product with what is an argument of the loop, but not with what
@@ -368,9 +367,8 @@ class _Vocabulary(NamedTuple):
     def products_of(self, x: Float[Array, "*N D"], targets: Int[Array, "*N"]) -> Float[Array, "*N"]:
         """The products of the targets alone, in float32 at least."""
         wide = jnp.promote_types(x.dtype, jnp.float32)
-        return self.over_shards(
-            jax.lax.psum, (x.astype(wide) * self.vectors(targets, wide)).sum(-1)
-        )
+        products = (x.astype(wide) * self.vectors(targets, wide)).sum(-1)
+        return self.over_shards(jax.lax.psum, products)
 
     def gradient_of_rows(
         self,
@@ -402,13 +400,21 @@ def _vocabulary(
 
 
 def _losses(
-    vocab: _Vocabulary, x: Float[Array, "C D"], target_logits: Float[Array, " C"]
+    vocab: _Vocabulary, x: Float[Array, "C D"], targets: Int[Array, " C"]
 ) -> Float[Array, " C"]:
-    """Losses of a chunk, exact however large a logit is."""
-    logits = vocab.logits(vocab.products(x))
+    """Losses of a chunk, exact however large a logit is.
+
+    The target's logit is one of the chunk's: computed apart, it would be rounded in another way
+    where float32 products are of bfloat16 or TF32.
+    """
+    logits, (rows, is_here) = vocab.logits(vocab.products(x)), vocab.rows(targets)
+    # XLA fuses a comparison with the other passes over the logits, but not a gather.
+    is_target = (jnp.arange(logits.shape[1]) == rows[:, None]) & is_here[:, None]
+    picked = jnp.where(is_target, logits, 0).sum(-1)
     largest = vocab.over_shards(jax.lax.pmax, logits.max(-1))
-    total = vocab.over_shards(jax.lax.psum, jnp.exp(logits - largest[:, None]).sum(-1))
-    return jnp.log(total) + (largest - target_logits)
+    total = jnp.exp(logits - largest[:, None]).sum(-1)
+    picked, total = (vocab.over_shards(jax.lax.psum, some) for some in (picked, total))
+    return jnp.log(total) + (largest - picked)
 
 
 _MOST_NATS = 75.0

@@ -28,6 +28,7 @@ def wide_product(
 ) -> Float[Array, "*B _ _"]:
     """The matrix product a b of the last two axes, or aᵀ b, or a bᵀ; in float32 at least."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
+    # Of transposed factors XLA is fast with a single matrix of float32 alone.
     if transpose_a and ambient_platform() == "cpu" and (a.dtype != wide or a.ndim > 2):
         a, transpose_a = _in_memory(a.mT), False
     batch = (*range(a.ndim - 2),)

@@ -23,14 +23,15 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
-def plan(topology, rows, mesh, **model):
-    config = tiny_config(
-        model=GPT2Config(max_seq_len=1024, **model),
-        global_batch_size=rows,
-        num_microbatches=1,
-        mesh=mesh,
-    )
-    return make_plan(config, get_topology(topology), evaluate=False)
+def step_on(topology, rows, **model):
+    """The compiled step of a microbatch, split over all devices."""
+    mesh = MeshConfig(fsdp={"v5e:2x2": 4, "h100:1": 1}[topology])
+    model = GPT2Config(max_seq_len=1024, **model)
+    config = tiny_config(model=model, global_batch_size=rows, num_microbatches=1, mesh=mesh)
+    return make_plan(config, get_topology(topology), evaluate=False).train_step
+
+
+TWO_LAYERS = {"num_layers": 2, "vocab_size": 512, "remat": "full"}
 
 
 def sources(computation, instruction):
@@ -54,34 +55,16 @@ def opcodes(module, instructions):
 
 @needs_libtpu
 def test_no_array_of_tokens_is_transposed_for_a_kernels_gradient():
-    made = plan(
-        "v5e:2x2",
-        120,
-        MeshConfig(fsdp=4),
-        num_layers=2,
-        num_heads=12,
-        embed_dim=768,
-        vocab_size=512,
-        remat="full",
-    )
-    program = made.train_step.executable.as_text()
+    step = step_on("v5e:2x2", 120, num_heads=12, embed_dim=768, **TWO_LAYERS)
+    program = step.executable.as_text()
     assert "bf16[30,1024,768]" in program
     assert not re.findall(r"= bf16\[768,30720\]\S* (?:copy|transpose)\(", program)
 
 
 @needs_libtpu
 def test_no_gelu_is_computed_within_a_product_that_reads_it():
-    made = plan(
-        "v5e:2x2",
-        32,
-        MeshConfig(fsdp=4),
-        num_layers=2,
-        num_heads=25,
-        embed_dim=1600,
-        vocab_size=512,
-        remat="full",
-    )
-    module = parse(made.train_step.executable)
+    step = step_on("v5e:2x2", 32, num_heads=25, embed_dim=1600, **TWO_LAYERS)
+    module = parse(step.executable)
     gelus, reading = 0, []
     for computation in module.computations.values():
         for instruction in computation.instructions.values():
@@ -97,18 +80,9 @@ def test_no_gelu_is_computed_within_a_product_that_reads_it():
 
 @needs_cuda
 def test_a_gpu_writes_no_logits_copies_no_heads_and_starts_few_kernels():
-    made = plan(
-        "h100:1",
-        24,
-        MeshConfig(),
-        num_layers=12,
-        num_heads=12,
-        embed_dim=768,
-        vocab_size=50257,
-        remat=None,
-        attention="cudnn",
-    )
-    module = parse(made.train_step.executable)
+    small = {"num_layers": 12, "num_heads": 12, "embed_dim": 768, "vocab_size": 50257}
+    step = step_on("h100:1", 24, **small, remat=None, attention="cudnn")
+    module = parse(step.executable)
     computations = module.computations.values()
     fused = {
         name
@@ -127,5 +101,5 @@ def test_a_gpu_writes_no_logits_copies_no_heads_and_starts_few_kernels():
     assert not [i.name for i in written if re.search(r"f32\[\d+,50304\]", i.shape)]
     moved = [i for i in written if i.opcode in ("copy", "concatenate", "transpose")]
     assert not [i.name for i in moved if re.search(r"\[24,1024,(12,64|768|2304)\]", i.shape)]
-    kinds = made.train_step.clock.kinds
+    kinds = step.clock.kinds
     assert sum(kind.count for name, kind in kinds.items() if name != OPTIMIZER) <= 700

@@ -107,7 +107,7 @@ def saved_arrays(workdir, config, step=None):
     return load_checkpoint(saved.path.parent, abstract_saved_state(train_step, saved), saved.step)
 
 
-def loss_of(params, config):  # to 1e-6 of it: float32 sums in another program end a bit apart
+def loss_of(params, config):
     mesh = sharding.make_mesh(config.mesh)
     on_mesh = jax.device_put(params, Parameters(config.model, mesh).shardings)
     batches = validation_batches(open_data(config.data, "val", model=config.model), config, mesh)
@@ -193,8 +193,8 @@ def test_it_is_evaluated_told_and_exported(averaged, tmp_path):
     state = saved_arrays(run, config).state
     assert differs(state.evaluation_params, state.params)
     last = [row for row in read_metrics(run) if "eval/loss" in row][-1]
-    assert last["eval/loss"] == pytest.approx(loss_of(state.evaluation_params, config), rel=1e-6)
-    assert last["eval/loss"] != pytest.approx(loss_of(state.params, config), rel=1e-6)
+    assert last["eval/loss"] == pytest.approx(loss_of(state.evaluation_params, config), abs=1e-6)
+    assert last["eval/loss"] != pytest.approx(loss_of(state.params, config), abs=1e-6)
     assert 0 < last["eval/params_distance"] < 1
     for told in ("summary.json", "logs/host_000.log"):
         assert f"ema_decay={DECAY}" in (run / told).read_text()
@@ -221,7 +221,7 @@ def test_another_run_starts_from_it_and_with_the_optimizers_state_from_the_param
         train(config, tmp_path / str(with_state), init_from=source)
         first = next(r for r in read_metrics(tmp_path / str(with_state)) if "eval/loss" in r)
         assert first["step"] == 0
-        assert first["eval/loss"] == pytest.approx(loss_of(expected, config), rel=1e-6)
+        assert first["eval/loss"] == pytest.approx(loss_of(expected, config), abs=1e-6)
 
 
 @pytest.mark.seconds
@@ -300,8 +300,10 @@ def test_schedule_free_is_evaluated_where_it_says(file, tmp_path, name):
     expected = optax.contrib.schedule_free_eval_params(inner, state.params)
     assert differs(expected, state.params)
     last = [row for row in read_metrics(run) if "eval/loss" in row][-1]
-    assert last["eval/loss"] == pytest.approx(loss_of(expected, config), rel=1e-6)
-    assert last["eval/loss"] != pytest.approx(loss_of(state.params, config), rel=1e-6)
+    # The run computes them within a program, and here one operation at a time: the last bit of a
+    # loss of 16, 1.9e-6, may be another one.
+    assert last["eval/loss"] == pytest.approx(loss_of(expected, config), abs=2e-6)
+    assert last["eval/loss"] != pytest.approx(loss_of(state.params, config), abs=2e-6)
     assert "eval/params_distance" in last
     loaded = load(run).params  # which runs none of the optimizer's code
     assert_close(loaded, expected)
