@@ -43,6 +43,7 @@ _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _GENERATION = "generation_config.json"
 _GPT2_CLASS = "GPT2Tokenizer"
 _STRIDE = 250_000  # characters
+_SAMPLE = "She reads 3 books:\n\n\tnaïve  café, don't  stop!"
 _WHITE_SPACE = re.compile(r"[\s\u2581]")  # U+2581 is SentencePiece's blank
 _BYTE_DIGEST = "c8652c242d0cd3b98b3c82d4aa53d102c8ccae44dc16854240715e4e32d8b038"
 _GPT2_DIGEST = "a5623714bcf19049eb0fd78df19b6daa1e61ac435b86a5deae767768e7fcdc3d"
@@ -467,6 +468,28 @@ def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
     tokenizer = _open(files, built_in=tokens.tokenizer != JsonTokenizer.name)
     _check_digest(tokens, tokenizer.digest)
     return tokenizer
+
+
+def difference(model: Tokenizer, tokens: Tokenized) -> str | None:
+    """The first difference between the tokenizer of a model and that of tokens, in words; None
+    where the same ids are the same texts, and a sample becomes the same ids.
+
+    Raises:
+      ValueError, ImportError, OSError: see `tokenizer_of_tokens`.
+    """
+    built_in = {t.name: t.digest for t in (ByteTokenizer, GPT2Tokenizer)}
+    if model.digest == built_in.get(tokens.tokenizer, tokens.tokenizer_digest):
+        return None
+    theirs = tokenizer_of_tokens(tokens)
+    for number in range(min(model.num_text_ids, theirs.num_text_ids)):
+        old, new = (one.decode(np.array([number])) for one in (model, theirs))
+        if old != new:
+            return f"the model reads token {number} as {old!r}, and there it is {new!r}"
+    old, new = (one.encode(_SAMPLE).tolist() for one in (model, theirs))
+    if old == new:
+        return None
+    first = next(i for i, (a, b) in enumerate(itertools.zip_longest(old, new)) if a != b)
+    return f"{_SAMPLE!r} is to the model {old[: first + 1]}..., and there {new[: first + 1]}..."
 
 
 def end_of_text(tokens: Tokenized) -> int:

@@ -21,7 +21,7 @@ from maxmars.config.checks import require
 from maxmars.config.user_code import Source
 from maxmars.data.batches import ValidationBatches, open_data
 from maxmars.data.token_files import Origin
-from maxmars.data.tokenizer import tokenizer_of_tokens
+from maxmars.data.tokenizer import difference
 from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import json_number, write_json
@@ -43,7 +43,6 @@ from maxmars.eval.trained_model import HFTarget, RunTarget, TrainedModel, find_t
 from maxmars.eval.validation import ValidationLoss, make_eval_step, validation_loss
 
 _LOSS_TOKENS = 4096  # a batch on each device: 0.8 GB of logits with GPT-2's vocabulary
-_SAMPLE = "She reads 3 books:\n\n\tnaïve  café, don't  stop!"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,13 +320,11 @@ def _loss(
     origin: Origin,
     progress: Callable[[int, int], None],
 ) -> ValidationLoss:
-    wrote = tokenizer_of_tokens(origin)
-    require(
-        model.tokenizer.encode(_SAMPLE).tolist() == wrote.encode(_SAMPLE).tolist(),
-        f"the tokens in {origin.directory} are those of another tokenizer: they were made by "
-        f"{wrote.name}, and {model.name} reads tokens of {model.tokenizer.name}; name such tokens "
-        "by --data.path, or leave the loss out (--tasks hellaswag).",
-    )
+    if what := difference(model.tokenizer, origin):
+        raise ValueError(
+            f"the tokens in {origin.directory} are of another tokenizer than {model.name}: {what}; "
+            f"name its own by --data.path, or leave the loss out (--tasks hellaswag)."
+        )
 
     def batches() -> Iterator[dict[str, jax.Array]]:
         for number, batch in enumerate(windows, 1):

@@ -14,6 +14,7 @@ that were trained; step, data and schedule start anew all the same.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,18 +22,22 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxmars.checkpoint import Checkpoint, candidates, find, load_arrays, load_params
+from maxmars.checkpoint import Checkpoint, candidates, load_arrays, load_params
 from maxmars.checkpoint.digest import combine, digest, leaf_types
 from maxmars.checkpoint.journal import read_journal
 from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
+from maxmars.data.batches import UNKNOWN_TOKENIZER
+from maxmars.data.tokenizer import JsonTokenizer, Tokenized, difference
 from maxmars.distributed import processes
-from maxmars.distributed.files import Workdir, is_remote, resolve
-from maxmars.eval.trained_model import HFTarget, find_target
+from maxmars.distributed.files import Workdir, resolve
+from maxmars.distributed.workdir import TOKENIZER
+from maxmars.eval.trained_model import HFTarget, RunTarget, find_target
 from maxmars.model import hub, huggingface
 from maxmars.train.journal import origin
 from maxmars.train.resume import first_misfit
 from maxmars.train.step import TrainState, TrainStep, init_train_state
 
+_LOGGER = logging.getLogger(__name__)
 # Fields of the model that its weights depend on. The vocabulary's padding is not among them.
 _SAME = (
     "num_layers",
@@ -94,7 +99,9 @@ def fetch_source(workdir: Workdir, source: InitFrom) -> InitFrom:
     return dataclasses.replace(source, commit=hub.fetch(begun).origin)
 
 
-def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -> Initial:
+def load_initial(
+    config: TrainConfig, train_step: TrainStep, source: InitFrom, tokens: Tokenized
+) -> Initial:
     """Read the weights, compare them with their digests, and make a state around them.
 
     Args:
@@ -102,21 +109,19 @@ def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -
       train_step: of this config, on the mesh where the state goes; the source may have been trained
         on another mesh.
       source: what to read.
+      tokens: what the run trains on.
 
     Raises:
       FileNotFoundError: there are no weights at the path.
-      ValueError: they are damaged, or of another model or optimizer than `config` says.
+      ValueError: they are damaged, or of another model or optimizer than `config` says, or of
+        another tokenizer than the tokens.
     """
-    path = _place(source)
-    run = None if hub.is_on_hub(path) else find(path)
-    abstract = train_step.abstract_state
-    if run is not None:
-        parts, weights = _read_run(*run, config, abstract, optimizer_state=source.optimizer_state)
-    elif is_remote(path):
-        raise FileNotFoundError(f"{path} holds no checkpoints; check the path.")
+    path, abstract = _place(source), train_step.abstract_state
+    target = find_target(source.commit or source.path)
+    _check_tokenizer(path, target, tokens)
+    if isinstance(target, RunTarget):
+        parts, weights = _read_run(target, config, abstract, optimizer_state=source.optimizer_state)
     else:
-        target = find_target(source.commit or source.path)
-        assert isinstance(target, HFTarget), "a run was looked for before"
         if source.optimizer_state:
             raise _no_optimizer_state(path)
         model, weights = huggingface.read_config(target.directory), target.origin
@@ -135,15 +140,14 @@ def load_initial(config: TrainConfig, train_step: TrainStep, source: InitFrom) -
 
 
 def _read_run(
-    directory: Workdir,
-    step: int | None,
+    target: RunTarget,
     config: TrainConfig,
     abstract: TrainState,
     *,
     optimizer_state: bool,
 ) -> tuple[dict[str, Any], Workdir]:
     """The fields of the state that come from a checkpoint, and the path of that checkpoint."""
-    for candidate in candidates(directory, step):
+    for candidate in candidates(target.checkpoints, target.step):
         with candidate as saved:
             _check_model(saved.path, saved.config.model, config.model)
             if not optimizer_state:
@@ -205,6 +209,28 @@ def _no_optimizer_state(path: Any) -> ValueError:
         f"{path} has weights alone and no optimizer state that this version reads; leave out "
         "--init-optimizer-state."
     )
+
+
+def _check_tokenizer(path: str, target: RunTarget | HFTarget, tokens: Tokenized) -> None:
+    """Refuse weights for tokens of another tokenizer; where one of the two has none, say so."""
+    if tokens.tokenizer == UNKNOWN_TOKENIZER:
+        return
+    try:
+        theirs = target.tokenizer(target.config())
+        what = difference(theirs, tokens)
+    except (ImportError, OSError) as error:
+        if processes.is_primary():
+            _LOGGER.warning("the tokenizer of %s is not compared with the tokens: %s", path, error)
+        return
+    if what is not None:
+        name = theirs.name
+        if name == JsonTokenizer.name:
+            is_run = isinstance(target, RunTarget)
+            name = str(target.workdir / TOKENIZER if is_run else target.directory)
+        raise ValueError(
+            f"the weights in {path} are of another tokenizer than the tokens: {what}. Prepare the "
+            f"text with theirs (--tokenizer {name}), or start from other weights."
+        )
 
 
 def _check_model(path: Any, theirs: ModelConfig, ours: ModelConfig) -> None:

@@ -257,7 +257,7 @@ def check(
     if saved is None and init_from is not None:
         init_from = fetch_source(workdir, init_from)
         with clock("start", "reading the weights to start from"):
-            initial = load_initial(config, train_step, init_from)
+            initial = load_initial(config, train_step, init_from, tokens.origin)
     return Run(
         config=config,
         workdir=workdir,

@@ -14,6 +14,7 @@ from tiny import MODEL, begin_from, short_config
 
 from maxmars import cli
 from maxmars.checkpoint.journal import read_journal
+from maxmars.data.formats import open_split
 from maxmars.data.tokenizer import ByteTokenizer, save
 from maxmars.distributed import sharding
 from maxmars.eval import load
@@ -203,7 +204,9 @@ def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config,
     # A run that is killed here has saved nothing yet.
     step = make_train_step(config, Parameters(config.model, mesh))
     fetched = fetch_source(workdir, source)
-    begin_from(workdir, load_initial(config, step, fetched).origin)
+    begin_from(
+        workdir, load_initial(config, step, fetched, open_split(config.data.path, "train")).origin
+    )
     second = add(2)
     train(config, workdir, init_from=source)
     assert f"hf:me/start@{first}" in capsys.readouterr().out

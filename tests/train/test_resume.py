@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+import tokenizers
 from refusals import refused
 from tiny import ADAMW, MODEL, batch_of, begin_from, values_of
 
@@ -31,7 +32,11 @@ from maxmars.config import (
     MixturePart,
     NAdamWConfig,
     ScheduleConfig,
+    TokenShardsConfig,
 )
+from maxmars.data.formats import open_split
+from maxmars.data.prepare import prepare
+from maxmars.data.tokenizer import load as load_tokenizer
 from maxmars.distributed import sharding
 from maxmars.distributed.progress import Progress
 from maxmars.model import huggingface
@@ -285,9 +290,8 @@ def mesh_of(config):
 
 def loaded(path, config, *, optimizer_state=False):
     source = InitFrom(path=str(path), optimizer_state=optimizer_state)
-    return load_initial(
-        config, make_train_step(config, Parameters(config.model, mesh_of(config))), source
-    )
+    step = make_train_step(config, Parameters(config.model, mesh_of(config)))
+    return load_initial(config, step, source, open_split(config.data.path, "train"))
 
 
 def saved(workdir, config, step=None):
@@ -337,6 +341,40 @@ def test_a_start_that_saved_nothing_must_name_its_source_again(source, short_con
         train(short_config(), tmp_path)
     for path in (str(source), "/elsewhere"):
         check_origin(tmp_path, InitFrom(path=path), continues=False)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Tokens of two vocabularies of one size."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for name, text in (("one", "to be or not to be " * 40), ("other", "it is the question " * 40)):
+        tokenizer = tokenizers.ByteLevelBPETokenizer()
+        tokenizer.train_from_iterator([text], 262, 2, special_tokens=["<|endoftext|>"])
+        tokenizer.save(str(folder / f"{name}.json"))
+        theirs = load_tokenizer(str(folder / f"{name}.json"))
+        assert theirs.vocab_size == 262
+        prepare([("a", text * 9)], folder / name, tokenizer=theirs, source="", workers=0)
+    return folder
+
+
+@pytest.mark.seconds
+def test_weights_of_another_tokenizer_are_refused(pairs, short_config, tmp_path):
+    def config(name, **changes):
+        tokens = TokenShardsConfig(path=str(pairs / name))
+        fields = {"data": tokens, "model": model(vocab_size=262), "num_steps": 1}
+        return short_config(**fields | changes)
+
+    run, hf, new = tmp_path / "run", tmp_path / "hf", tmp_path / "new"
+    train(config("one"), run)
+    main(["export", str(run), str(hf)])
+    for start in (run, hf, run / "checkpoints" / "1"):
+        for other in (config("other"), short_config(model=MODEL)):
+            with refused(ValueError, start, "--tokenizer", "token"):
+                loaded(start, other)
+        loaded(start, config("one", seed=2))
+    with refused(ValueError, run, f"--tokenizer {run / 'tokenizer'}"):
+        train(config("other"), new, init_from=InitFrom(path=str(run)))
+    assert not new.exists()
 
 
 @pytest.mark.seconds
