@@ -20,7 +20,8 @@ from maxmars.distributed.exits import EXIT_CODE, Starting
 class TrainArguments(ConfigArguments):
     """Train a model as a config says; the same command again continues the run.
 
-    SIGTERM and Ctrl-C finish the step, save and exit with code 75; a second Ctrl-C leaves at once.
+    SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU and Ctrl-C finish the step, save and exit with code
+    75; a second Ctrl-C leaves at once.
     So does a run of several processes where one of them is killed, fails or hangs.
     """
 

@@ -1,4 +1,4 @@
-"""How a process ends at once: exit codes, and SIGTERM while a run starts. Loads no JAX.
+"""How a process ends at once: exit codes, and a signal while a run starts. Loads no JAX.
 
 `README.md` has the table of the exit codes.
 """
@@ -47,8 +47,20 @@ def leaving_at_once() -> Generator[None]:
         signal.signal(signal.SIGINT, handler)
 
 
+def stop_signals() -> list[signal.Signals]:
+    """The signals that ask a run to stop, but Ctrl-C's.
+
+    SIGTERM comes from most schedulers and cloud machines, SIGUSR1 and SIGUSR2 from jobs of SLURM
+    that ask for them and from submitit, SIGXCPU at a limit of processor time, SIGHUP with a lost
+    terminal, unless the process was started to ignore it, as by `nohup`.
+    """
+    always = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU]
+    return always + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
+
+
 class Starting(contextlib.AbstractContextManager["Starting"]):
-    """SIGTERM ends the process at once with `EXIT_CODE`: a run that starts has nothing to save.
+    """A request to stop ends the process at once with `EXIT_CODE`: a run that starts has nothing to
+    save.
 
     A thread waits for the signal. The main thread runs Python's handlers only between two lines of
     Python, and a compilation or the wait for other processes may take minutes.
@@ -62,13 +74,15 @@ class Starting(contextlib.AbstractContextManager["Starting"]):
 
     def __enter__(self) -> Starting:
         # Without a handler of Python's own the signal would end the process before the thread acts.
-        self._previous = signal.signal(signal.SIGTERM, lambda number, frame: None)
+        self._previous = {
+            number: signal.signal(number, lambda number, frame: None) for number in stop_signals()
+        }
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         threading.Thread(target=self._wait, daemon=True, name="starting").start()
         return self
 
     def done(self) -> None:
-        """The run has started: from now on SIGTERM does what its handler does."""
+        """The run has started: from now on signals do what their handlers do."""
         if self._write != -1:
             signal.set_wakeup_fd(-1)
             os.close(self._write)  # which ends the thread
@@ -76,11 +90,12 @@ class Starting(contextlib.AbstractContextManager["Starting"]):
 
     def __exit__(self, *_: object) -> None:
         self.done()
-        signal.signal(signal.SIGTERM, self._previous)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def _wait(self) -> None:
         while number := os.read(self._read, 1):
-            if number[0] == signal.SIGTERM:
+            if number[0] in self._previous:
                 self.before_exit()
                 exit_now(
                     EXIT_CODE,

@@ -1,8 +1,8 @@
 """How a run ends early: a request to stop, or a lost process; `README.md` has the exit codes.
 
-SIGTERM (which schedulers and cloud machines send) and Ctrl-C finish the step, save a checkpoint and
-end the process with `EXIT_CODE`; the same command then continues the run. So does a process of
-several whose collective fails because another process is gone.
+SIGTERM, the other `exits.stop_signals` and Ctrl-C finish the step, save a checkpoint and end the
+process with `EXIT_CODE`; the same command then continues the run. So does a process of several
+whose collective fails because another process is gone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import jax
 from jax.experimental import multihost_utils
 
-from maxmars.distributed.exits import EXIT_CODE, exit_now
+from maxmars.distributed.exits import EXIT_CODE, exit_now, stop_signals
 
 _LOST_PEER = re.compile(
     r"\bgloo\b|\bnccl\b|coordination.?service|\bbarrier\b|\bheartbeat\b|remote process exited", re.I
@@ -53,8 +53,10 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
             if self._outer is not None:
                 self._requested = self._outer._requested
             self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
-            if not jax.distributed.is_initialized():  # JAX then has its own handler of SIGTERM
-                self._previous[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._terminate)
+            for number in stop_signals():
+                # Of several processes JAX has a handler of SIGTERM, which tells the others.
+                if number != signal.SIGTERM or not jax.distributed.is_initialized():
+                    self._previous[number] = signal.signal(number, self._terminate)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,7 +101,7 @@ class StopRequests(contextlib.AbstractContextManager["StopRequests"]):
             os.kill(os.getpid(), signal.SIGTERM)  # JAX's handler tells the other processes
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        self._requested = True
+        self.request()
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         if self._requested:

@@ -18,7 +18,7 @@ from maxmars.config.numbers import short
 from maxmars.train.journal import run_seconds, shares
 from maxmars.train.optimizer import learning_rate_scales, named_norms
 from maxmars.train.run import Run
-from maxmars.train.step import SKIP_REASONS
+from maxmars.train.step import NO_TARGETS, SKIP_REASONS
 
 
 class DivergedError(ValueError):
@@ -76,7 +76,7 @@ class StepReporter:
             return
         values = self._numbers(metrics) | self._examples(step)
         if consecutive_skips:
-            self._skipped(step, values, consecutive_skips, SKIP_REASONS[reason.item()])
+            self._skipped(step, values, consecutive_skips, reason.item())
         values |= self._rates(step)
         run.writer.write(step, values)
         line = f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['train/loss']:.4f}"
@@ -130,7 +130,7 @@ class StepReporter:
         return rates
 
     def _skipped(
-        self, step: int, values: dict[str, float], consecutive_skips: int, reason: str
+        self, step: int, values: dict[str, float], consecutive_skips: int, reason: int
     ) -> None:
         """Report a skipped step.
 
@@ -139,25 +139,25 @@ class StepReporter:
         """
         run = self._run
         loss, norm = values["train/loss"], values["train/grad_norm"]
-        text = f"step {step} was skipped ({reason}): loss {loss:.4g}, gradient norm {norm:.4g}"
-        text += f", {values['train/skipped']} skipped in all; it read the examples from "
+        text = f"step {step} was skipped ({SKIP_REASONS[reason]}): loss {loss:.4g}, gradient "
+        text += f"norm {norm:.4g}, {values['train/skipped']} skipped in all; it read the examples from "
         text += f"{values['train/first_example']} on, as maxmars.data.examples gives them."
         if consecutive_skips <= run.config.guard.max_consecutive_skips:
             run.progress.message(text)
             return
         run.writer.write(step, values)
         last = run.checkpointer.latest_step()
-        stands, way_out = (
-            "There is no checkpoint yet",
-            "Start again with a lower optimizer.learning_rate or more schedule.warmup_steps",
-        )
+        lower_rate = "a lower optimizer.learning_rate or more schedule.warmup_steps"
+        stands, way_out = "There is no checkpoint yet", f"Start again with {lower_rate}"
         if last is not None:
-            stands, way_out = (
-                f"The last checkpoint is of step {last}",
-                "Continue with a lower optimizer.learning_rate or more schedule.warmup_steps (name "
-                "them in --resume-overrides)",
+            stands = f"The last checkpoint is of step {last}"
+            way_out = f"Continue with {lower_rate} (name them in --resume-overrides)"
+        if reason == NO_TARGETS:
+            way_out = (
+                "The `mask` of the data has to count a target in every step, or allow such steps "
+                "by --guard.max-consecutive-skips 10"
             )
-        if all(digest_and_finite(run.state.params)[1].values()):
+        elif all(digest_and_finite(run.state.params)[1].values()):
             way_out += ", or without such steps by --guard.max-consecutive-skips 10"
         elif step == 2 and run.config.schedule.warmup_steps:
             way_out = (

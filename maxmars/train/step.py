@@ -52,8 +52,15 @@ from maxmars.train.optimizer import (
 Metrics = dict[str, jax.Array]
 
 
-SKIP_REASONS = ("", "not finite", "a spike of the loss", "a spike of the gradient norm")
+SKIP_REASONS = (
+    "",
+    "not finite",
+    "a spike of the loss",
+    "a spike of the gradient norm",
+    "the mask counts none of its targets",
+)
 """Why a step is skipped, by `train/skip_reason`; the first is that of a step which is not."""
+NO_TARGETS = SKIP_REASONS.index("the mask counts none of its targets")
 
 
 class Running(NamedTuple):
@@ -442,7 +449,7 @@ def _step(
     state: TrainState,
     batch: dict[str, Shaped[Array, "microbatches rows window"]],
 ) -> tuple[TrainState, Metrics]:
-    batch = _with_mean_mask_one(batch)
+    batch, mask_mean = _with_mean_mask_one(batch)
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
     components = parameters.components
 
@@ -470,6 +477,7 @@ def _step(
         )
         norms.append(norm)
     reason, guard = check_step(config.guard, state.guard, loss, norms)
+    reason = jnp.where(mask_mean == 0, NO_TARGETS, reason)
     apply = reason == 0
     of_gradients = {
         component: config.gradient_multiplier**2 * square
@@ -546,18 +554,21 @@ def _averaged(config: TrainConfig, state: TrainState, params: Any) -> Any:
 # --- gradients -----------------------------------------------------------------------------------
 
 
-def _with_mean_mask_one(batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The batch with its mask, if it has one, divided by the mean over all targets of the step.
+def _with_mean_mask_one(
+    batch: dict[str, jax.Array],
+) -> tuple[dict[str, jax.Array], jax.Array | float]:
+    """The batch with its mask, if it has one, divided by the mean over all targets of the step;
+    and that mean.
 
     The mean over microbatches and devices of the masked loss is then the mean over the targets that
     count, however these are divided. Where none counts, mask and loss are NaN, and the guard skips
     the step.
     """
     if "mask" not in batch:
-        return batch
+        return batch, 1.0
     mask = batch["mask"].astype(jnp.float32)
     mean = mask[..., 1:].mean()
-    return {**batch, "mask": jnp.where(mean > 0, mask / mean, jnp.nan)}
+    return {**batch, "mask": jnp.where(mean > 0, mask / mean, jnp.nan)}, mean
 
 
 class Gradients(NamedTuple):

@@ -107,14 +107,16 @@ def test_two_processes_stop_at_the_same_step_also_before_their_first(folder, und
 
 @pytest.mark.seconds
 @pytest.mark.parametrize(
-    ("step", "count"),
+    ("step", "count", "number"),
     [
-        pytest.param(0, 1, marks=pytest.mark.slow),
-        pytest.param(2, 2, marks=pytest.mark.slow),
-        (4, 1),
+        pytest.param(0, 1, signal.SIGHUP, marks=pytest.mark.slow),
+        pytest.param(2, 2, signal.SIGUSR1, marks=pytest.mark.slow),
+        (4, 1, signal.SIGUSR2),
     ],
 )
-def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(folder, step, count):
+def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(
+    folder, step, count, number
+):
     """At the start, in the middle, which two processes leave together, and at the end."""
     name = f"evaluating_{step}"
     workdir, four = folder / name, ("--schedule.decay-steps", "4", "--num-steps")
@@ -130,7 +132,7 @@ def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(folde
     else:
         wait_until((workdir / "journal.jsonl").exists, processes[0])
         time.sleep(2)  # the evaluation, which takes far longer, begins
-    processes[-1].send_signal(signal.SIGTERM)
+    processes[-1].send_signal(number)
     results = [finish(process) for process in processes]
     assert [code for code, _ in results] == [EXIT_CODE] * count, results
     assert step == 0 or max(list_steps(workdir / "checkpoints")) == step

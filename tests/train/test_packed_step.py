@@ -5,12 +5,14 @@ import numpy as np
 import pytest
 from tiny import MODEL, tiny_config
 
-from maxmars.config import MarsConfig, MeshConfig, SophiaConfig
+from maxmars.config import CheckpointConfig, GrainConfig, MarsConfig, MeshConfig, SophiaConfig
 from maxmars.data.windows import segments_and_positions
 from maxmars.distributed import sharding
 from maxmars.model import make_model, token_losses
 from maxmars.model.parameters import Parameters
-from maxmars.train.step import init_train_state, make_train_step
+from maxmars.train import train
+from maxmars.train.reporter import DivergedError
+from maxmars.train.step import SKIP_REASONS, init_train_state, make_train_step
 
 ROWS, STEPS = 16, 3
 
@@ -78,3 +80,31 @@ def test_the_loss_is_the_mean_over_the_targets_that_count():
         state, metrics = step(state, jax.device_put(on_mesh, sharding.batch_sharding(mesh)))
         np.testing.assert_allclose(metrics["train/loss"], loss, atol=1e-5)
         assert metrics["train/skipped"] == skipped
+        assert ("mask" in SKIP_REASONS[metrics["train/skip_reason"]]) == bool(skipped)
+
+
+NO_TARGETS_IN_SOME = """
+import grain, numpy as np
+
+def windows(split, length, first):
+    def window(number):
+        masked = number >= first and split == "train"
+        tokens = np.arange(length + 1, dtype=np.int32) + number
+        return {"tokens": tokens, "mask": np.full(length + 1, not masked)}
+
+    return grain.MapDataset.source(range(64)).map(window)
+"""
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize(("first", "every"), [(0, None), (32, 1)])
+def test_a_batch_without_targets_is_told_as_one(first, every, tmp_path):
+    (tmp_path / "own.py").write_text(NO_TARGETS_IN_SOME)
+    data = GrainConfig(
+        source=f"{tmp_path}/own.py:windows", options={"first": first}, order="sequential"
+    )
+    config = tiny_config(data=data, checkpoint=CheckpointConfig(every=every))
+    with pytest.raises(DivergedError, match="mask") as told:
+        train(config, tmp_path / "run")
+    assert "learning_rate" not in str(told.value)
+    assert "not finite" not in str(told.value)
