@@ -139,9 +139,11 @@ class StepReporter:
         """
         run = self._run
         loss, norm = values["train/loss"], values["train/grad_norm"]
-        text = f"step {step} was skipped ({SKIP_REASONS[reason]}): loss {loss:.4g}, gradient "
-        text += f"norm {norm:.4g}, {values['train/skipped']} skipped in all; it read the examples from "
-        text += f"{values['train/first_example']} on, as maxmars.data.examples gives them."
+        text = (
+            f"step {step} was skipped ({SKIP_REASONS[reason]}): loss {loss:.4g}, gradient norm "
+            f"{norm:.4g}, {values['train/skipped']} skipped in all; it read the examples from "
+            f"{values['train/first_example']} on, as maxmars.data.examples gives them."
+        )
         if consecutive_skips <= run.config.guard.max_consecutive_skips:
             run.progress.message(text)
             return

@@ -61,7 +61,7 @@ def rewind(
         checkpoint, lines = _sound(checkpoints, to), read_journal(directory)
         newer = [step for step in list_steps(checkpoints) if step > to]
         if newer or skip_examples or new_optimizer_state or rewound_to(lines, to):
-            if (directory / WANDB).exists():  # W&B ignores steps that it has, so it gets a new run
+            if (directory / WANDB).exists():  # so that its charts have one value a step
                 set_aside(directory / WANDB, "rewound")
             fields = {
                 "from": next((s["step"] for s in lines[::-1] if s["kind"] == "saved"), to),

@@ -147,8 +147,8 @@ class _TensorBoard:
 class _WeightsAndBiases:
     """A run of W&B, the same for all starts of ours until `maxmars rewind` sets its id aside.
 
-    It ignores steps that it has had before. When they are made again they are the same bit by bit,
-    unless the run was rewound.
+    Its charts are drawn over the metric `step`. W&B's own count of rows only rises: a row of a step
+    that is made again after a kill, or evaluated later, would otherwise be dropped.
     """
 
     def __init__(
@@ -163,7 +163,8 @@ class _WeightsAndBiases:
 
         known = read_json(workdir / WANDB) if again else None
         run_id = secrets.token_hex(4) if known is None else known["id"]
-        write_json(workdir / WANDB, {"id": run_id})
+        starts = 1 if known is None else known.get("starts", 1) + 1
+        write_json(workdir / WANDB, {"id": run_id, "starts": starts})
         remote = is_remote(workdir)
         options: dict[str, Any] = {"mode": mode}  # WANDB_MODE may be more than its type allows
         self._run = wandb.init(
@@ -182,13 +183,17 @@ class _WeightsAndBiases:
             ),
             **options,
         )
+        self._run.define_metric("*", step_metric="step")
+        # Offline W&B counts the rows of each start from 0, and `wandb sync` joins the starts.
+        self._row: int | None = (starts - 1) * 1_000_000 if self._run.offline else None
         if self._run.offline:
             log(f"W&B: later, `wandb sync {Path(self._run.dir).parent}`")
         elif self._run.url:  # the run may be disabled by WANDB_MODE
             log(f"W&B: {self._run.url}")
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({"step": step, **metrics}, step=self._row, commit=True)
+        self._row = None  # W&B counts on
 
     def sync(self) -> None:
         pass  # W&B's own process has the lines

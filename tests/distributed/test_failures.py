@@ -7,7 +7,6 @@ import pytest
 
 from maxmars.distributed.failures import StopRequests
 
-
 SIGNALS = [
     signal.SIGTERM,
     signal.SIGINT,

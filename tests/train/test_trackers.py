@@ -155,46 +155,62 @@ def leveldb_records(data):
         at += 7 + length
 
 
-@pytest.mark.slow
-def test_wandb_itself_takes_a_run_without_a_network_and_continues_it(tmp_path, monkeypatch):
-    pytest.importorskip("wandb")
+def wandb_rows(path):
+    """The rows of W&B's file in their order: W&B's number, and the values."""
     from wandb.proto import wandb_internal_pb2
 
+    for data in leveldb_records(path.read_bytes()):
+        record = wandb_internal_pb2.Record.FromString(data)
+        if record.HasField("history"):
+            row = {i.nested_key[0]: json.loads(i.value_json) for i in record.history.item}
+            values = {key: float(value) for key, value in row.items() if not key.startswith("_")}
+            yield record.history.step.num, values
+
+
+@pytest.mark.slow
+def test_wandb_itself_gets_every_line_without_a_network_also_of_steps_made_again(
+    tmp_path, monkeypatch
+):
+    pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     config = short_config(tmp_path / "tokens", log=LogConfig(wandb="offline"))
     check_trackers(config.log, tmp_path)
-    logged = []
-    trackers = open_trackers(config, tmp_path, 0, log=logged.append)
-    with MetricsWriter(tmp_path, trackers=trackers) as writer:
-        writer.write(0, {"eval/loss": 5.5})
-        writer.write(1, {"train/loss": 5.25, "train/skipped": 0})
-        writer.write(1, {"perf/step_time": float("nan")})
-        writer.write(2, {"train/loss": 5.0})
-    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
-    (told,) = logged
-    assert f"wandb sync {path.parent}" in told
-    values, deadline = {}, time.monotonic() + 30
-    while not values and time.monotonic() < deadline:  # W&B's own process may still write the file
-        for data in leveldb_records(path.read_bytes()):
-            history = wandb_internal_pb2.Record.FromString(data).history
-            row = {i.nested_key[0]: float(json.loads(i.value_json)) for i in history.item}
-            values |= {(history.step.num, k): v for k, v in row.items() if not k.startswith("_")}
-        time.sleep(0.1)
-    written = sorted((row[:2], row[2]) for row in written_in(tmp_path))
-    assert str(sorted(values.items())) == str(written)  # as text: nan is not nan
-    run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
-    assert path.name == f"run-{run_id}.wandb"
-    with MetricsWriter(
-        tmp_path, 2, trackers=open_trackers(config, tmp_path, 2, log=logged.append)
-    ) as writer:
-        writer.write(3, {"train/loss": 4.0})
-    names = {path.name for path in (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")}
-    assert names == {f"run-{run_id}.wandb"}
+    logged, files_of_starts, numbers = [], [], []
+
+    def start(resume_step, *lines):
+        trackers = open_trackers(config, tmp_path, resume_step, log=logged.append)
+        with MetricsWriter(tmp_path, resume_step, trackers=trackers) as writer:
+            for step, values in lines:
+                writer.write(step, values)
+        found = set((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+        (path,) = found.difference(files_of_starts)
+        files_of_starts.append(path)
+        assert f"wandb sync {path.parent}" in logged[-1]
+        expected = [sorted({"step": float(step), **values}.items()) for step, values in lines]
+        rows, deadline = [], time.monotonic() + 30
+        while len(rows) < len(lines) and time.monotonic() < deadline:
+            time.sleep(0.1)  # W&B's own process may still write the file
+            rows = list(wandb_rows(path))
+        values = [sorted(values.items()) for _, values in rows]
+        assert str(values) == str(expected)  # as text: nan is not nan
+        numbers.extend(number for number, _ in rows)
+        assert path.name == f"run-{json.loads((tmp_path / 'wandb.json').read_text())['id']}.wandb"
+        time.sleep(1)  # W&B names the folder of a start by the second
+
+    start(
+        0,
+        (0, {"eval/loss": 5.5}),
+        (1, {"train/loss": 5.25, "train/skipped": 0.0}),
+        (1, {"perf/step_time": float("nan")}),
+        (3, {"train/loss": 5.0}),
+        (2, {"eval/loss": 5.1}),  # an evaluation that was broken off
+    )
+    start(1, (2, {"train/loss": 4.0}), (3, {"train/loss": 3.0}))  # at another rate, after a kill
+    assert files_of_starts[1].name == files_of_starts[0].name
+    assert numbers == sorted(set(numbers))
     (tmp_path / "wandb.json").rename(tmp_path / "wandb.json.rewound")  # as `maxmars rewind` does
-    rewound = open_trackers(config, tmp_path, 2, log=logged.append)
-    with MetricsWriter(tmp_path, 2, trackers=rewound) as writer:
-        writer.write(3, {"train/loss": 3.0})  # another step 3
-    assert json.loads((tmp_path / "wandb.json").read_text())["id"] != run_id
+    start(2, (3, {"train/loss": 2.0}))
+    assert files_of_starts[2].name != files_of_starts[0].name
 
 
 @pytest.mark.slow
