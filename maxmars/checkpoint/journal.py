@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from maxmars.config import TrainConfig, from_dict
@@ -39,6 +40,20 @@ def read_journal(workdir: Workdir) -> list[Line]:
                 f"weights with --init-from {workdir} and another --workdir."
             )
     return lines
+
+
+def untold(workdir: Workdir, meta: Mapping[str, Any]) -> str | None:
+    """What a checkpoint says of itself, in its `meta`, and the journal does not: the name of a
+    field. None if they agree, or the line whose hash the checkpoint holds is not there."""
+    lines = {hash_of(line): line for line in read_json_lines(workdir / JOURNAL, "kind", "before")}
+    saved = began = lines.get(meta.get("journal") or "")
+    while began is not None and began["kind"] != "began":
+        began = lines.get(began["before"])  # which was above it when it was written
+    told = {} if began is None else {"data_digest": began["data"], "config": began["config"]}
+    if saved is not None:
+        told |= {"data_position": saved["position"]}
+        told |= {name: saved[name] for name in ("step", "digest", "tokens")}
+    return next((name for name in told if told[name] != meta[name]), None)
 
 
 def config_of(began: Line) -> TrainConfig:

@@ -26,10 +26,11 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
-from maxmars.checkpoint.digest import digest, from_plain, leaf_types, to_plain
+from maxmars.checkpoint.digest import combine, digest, from_plain, leaf_types, to_plain
+from maxmars.checkpoint.journal import untold
 from maxmars.config import TrainConfig, from_dict
 from maxmars.distributed import files, processes
-from maxmars.distributed.workdir import CHECKPOINTS
+from maxmars.distributed.workdir import CHECKPOINTS, JOURNAL
 
 FORMAT_VERSION = 3
 """Of what a checkpoint says of itself; others are refused."""
@@ -457,6 +458,12 @@ def _read_checkpoint(path: Any) -> Checkpoint:
             raise DamagedError("it is not complete: there is no meta in it") from None
         if not isinstance(meta, dict) or meta.get("checksum") != checksum(meta):
             raise DamagedError("meta does not agree with its checksum")
+        if str(meta["step"]) != path.name:
+            raise DamagedError(f"meta is that of step {meta['step']}")
+        if meta["digest"] != combine({key: leaf["digest"] for key, leaf in meta["leaves"].items()}):
+            raise DamagedError("meta has another digest than its arrays")
+        if name := untold(path.parent.parent, meta):
+            raise DamagedError(f"meta has another {name} than {JOURNAL} tells of")
         return meta
 
     def attempt() -> str:

@@ -48,6 +48,7 @@ from maxmars.train.journal import (
     began_in,
     broken_links,
     changes_of_config,
+    complete_save,
     lines_to,
     metrics_changed_since,
     trajectory,
@@ -165,6 +166,8 @@ def audit(
     if summary.get("journal") and lines_to(lines, summary["journal"]) is None:
         problems.append(f"{JOURNAL} lacks its last line of step {summary['step']}, see {SUMMARY}")
     problems += _check_links(chain)
+    if (complete := complete_save(lines)) > steps[-1]:
+        problems.append(f"the checkpoint of step {complete}, complete by {JOURNAL}, is gone")
     rows = read_metrics(directory)
     since = metrics_changed_since(rows, lines, newest.journal)
     metrics = "as recorded" if since is None else f"changed since step {since}"
@@ -248,17 +251,11 @@ def _check_checkpoints(
 ) -> list[str]:
     """Each checkpoint is one that the trajectory names, with the arrays of its digests; one that
     is not among those `kept` may be damaged."""
-    problems, saved = [], {hash_of(line): line for line in chain if line["kind"] == "saved"}
+    problems, saved = [], {hash_of(line) for line in chain if line["kind"] == "saved"}
     for step in steps:
         try:
             checkpoint = read(directory, step)
-            line = saved.get(checkpoint.journal or "")
-            said = (checkpoint.step, checkpoint.digest, checkpoint.data_position)
-            if line is not None and (line["step"], line["digest"], line["position"]) != said:
-                problems.append(f"the checkpoint of step {step} is not the one of its line")
-            elif step != checkpoint.step:
-                problems.append(f"the checkpoint of step {step} is that of step {said[0]}")
-            elif line is None:
+            if checkpoint.journal not in saved:
                 problems.append(
                     f"the checkpoint of step {step} is not of this run: {JOURNAL} does not lead "
                     "to it"

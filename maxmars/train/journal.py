@@ -196,6 +196,16 @@ def broken_links(lines: Sequence[Line]) -> list[Line]:
     return [line for above, line in zip(hashes, lines, strict=False) if line["before"] != above]
 
 
+def complete_save(lines: Iterable[Line]) -> int:
+    """The step of the last checkpoint that was complete, as what came after it tells, and neither
+    rewound nor lost before the last session began; 0 without one."""
+    complete = latest = 0
+    for line in lines:
+        complete = latest if line["kind"] == "saved" else line["step"]
+        latest = line["step"]
+    return complete
+
+
 def trajectory(lines: Iterable[Line]) -> list[Line]:
     """The lines `began`, `saved` and `rewound` that led to the last of these lines.
 

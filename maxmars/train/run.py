@@ -376,7 +376,7 @@ def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> No
         with run.clock("start", "making the digest of the state"):
             state_digest = combine(digest(saved_state(run.train_step, run.state)))
     else:  # a step before may have had more or fewer tokens
-        trained, told, state_digest = saved.tokens, saved.journal, saved.digest
+        trained, told, state_digest = saved.tokens, saved.journal or "", saved.digest
     run.tokens = lambda step: trained + (step - first_step) * config.tokens_per_step
     began = {
         "step": first_step,

@@ -11,6 +11,7 @@ from refusals import refused
 from tiny import ADAMW, MODEL
 
 from maxmars.checkpoint import read
+from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
 from maxmars.config import (
     CheckpointConfig,
@@ -96,7 +97,61 @@ def another_name(workdir):
     checkpoints = workdir / "checkpoints"
     shutil.rmtree(checkpoints / "2")
     shutil.copytree(checkpoints / "4", checkpoints / "2")
-    return "the checkpoint of step 2 is that of step 4"
+    return "step 2: meta is that of step 4"
+
+
+def say_otherwise(workdir, *, step=6, **said):
+    """Have a checkpoint say something else of itself, with a checksum made anew."""
+    path = workdir / "checkpoints" / str(step) / "meta" / "data.json"
+    meta = json.loads(path.read_text()) | said
+    path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
+    return f"step {step}: meta has another {[*said][-1]} than "
+
+
+def another_position(workdir):
+    return say_otherwise(workdir, data_position=6 * 16 + 4)
+
+
+def another_count_of_tokens(workdir):
+    return say_otherwise(workdir, step=4, tokens=1)
+
+
+def another_config(workdir):
+    config = json.loads((workdir / "config.json").read_text())
+    return say_otherwise(workdir, step=4, config=config | {"seed": 1})
+
+
+def other_data(workdir):
+    return say_otherwise(workdir, data_digest="0" * 64)
+
+
+def arrays_of_step_4(workdir, *digests):
+    checkpoints = workdir / "checkpoints"
+    shutil.rmtree(checkpoints / "6" / "state")
+    shutil.copytree(checkpoints / "4" / "state", checkpoints / "6" / "state")
+    other = json.loads((checkpoints / "4/meta/data.json").read_text())
+    return say_otherwise(workdir, **{name: other[name] for name in digests})
+
+
+def arrays_with_all_digests(workdir):
+    return arrays_of_step_4(workdir, "leaves", "digest")
+
+
+def arrays_with_digests_of_their_own(workdir):
+    return arrays_of_step_4(workdir, "leaves").replace("leaves", "digest")
+
+
+def a_lost_newest_checkpoint(workdir):
+    shutil.rmtree(workdir / "checkpoints" / "6")
+    return "the checkpoint of step 6, complete by journal.jsonl, is gone"
+
+
+def a_lost_checkpoint_before_a_save_that_a_kill_broke_off(workdir):
+    edit(workdir / "journal.jsonl", 6, lambda row: None)
+    (workdir / "summary.json").unlink()
+    for step in "46":
+        shutil.rmtree(workdir / "checkpoints" / step)
+    return "the checkpoint of step 4, complete by journal.jsonl, is gone"
 
 
 def arrays_of_another_step(workdir):
@@ -144,6 +199,14 @@ def no_journal(workdir):
     "lie",
     [
         another_name,
+        another_position,
+        another_count_of_tokens,
+        another_config,
+        other_data,
+        arrays_with_all_digests,
+        arrays_with_digests_of_their_own,
+        a_lost_newest_checkpoint,
+        a_lost_checkpoint_before_a_save_that_a_kill_broke_off,
         arrays_of_another_step,
         a_checkpoint_of_another_run,
         an_edited_line,
@@ -162,6 +225,20 @@ def test_a_lie_is_found(lie, copied, capsys):
     output = capsys.readouterr().out
     assert output.startswith(f"{copied}: broken, ")
     assert expected in output
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [another_position, other_data, arrays_with_all_digests, arrays_with_digests_of_their_own],
+)
+@pytest.mark.seconds
+def test_a_run_does_not_go_on_from_a_lie(lie, copied):
+    digest = read(copied / "checkpoints").digest
+    lie(copied)
+    train(config_of(copied.parent), copied)
+    names = {path.name for path in (copied / "checkpoints").iterdir()}
+    assert {"2", "4", "6.damaged", "6"} <= names
+    assert read(copied / "checkpoints").digest == digest
 
 
 EDITS = {  # of a line of the metrics: a key that it has, its step, and lines in place of it

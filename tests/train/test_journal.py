@@ -62,6 +62,9 @@ def test_a_save_without_its_checkpoint_is_no_part_of_the_run(folder, tmp_path, c
     run = tmp_path / "run"
     shutil.copytree(folder / "sound", run)
     shutil.rmtree(run / "checkpoints" / "4")
+    (run / "summary.json").unlink()
+    *lines, _ended = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    (run / "journal.jsonl").write_text("".join(lines))  # the kill came during the save
     assert audit(run, log=lambda text: None).verdict == "one trajectory"
     audited = go_on(folder, run)
     assert "the checkpoint of step 4, which" in caplog.text
