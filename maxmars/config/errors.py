@@ -7,6 +7,7 @@ They are raised where they happen, by us or by a library, and printed as one lin
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import sysconfig
 import traceback
@@ -47,6 +48,8 @@ def in_words(error: BaseException) -> str:
     words = [*own, *reversed(notes), str(error) or type(error).__name__]
     if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
         words[-1:] = [str(error.filename)] * bool(error.filename) + [error.strerror]
+        if error.errno == errno.EMFILE:
+            words[-1] += "; raise this limit of the shell: ulimit -n"
     elif isinstance(error, KeyError) and len(error.args) == 1:
         words[-1] = f"there is no {error.args[0]!r}"
     return ": ".join(dict.fromkeys(words))

@@ -7,14 +7,16 @@ in a bucket, only the ranges that a batch needs are read. `formats` tells the fo
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import resource
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
@@ -25,6 +27,7 @@ from maxmars.data.tokenizer import Tokenized
 from maxmars.distributed.files import Workdir, is_remote, resolve
 
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
+_MOST_OPEN = 1 << 14  # files; Linux maps 65,530 at most
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
 NAME_THEM = (
     "say what these tokens are to `maxmars train` and `eval`: --data.tokenizer, or "
@@ -153,6 +156,20 @@ def check_size(file: TokenFile) -> None:
         )
 
 
+@functools.cache
+def _maps() -> Callable[[TokenStream, int], np.ndarray]:
+    """From a stream and the number of one of its files on a disk to the tokens in there.
+
+    A mapped file counts as an open one. Of the files of all streams, the last used stay mapped:
+    half as many as this process may have open, after that limit is raised as far as it may be.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN)
+    if soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return functools.lru_cache(max(soft, most) // 2)(TokenStream.map)
+
+
 class TokenStream:
     """The tokens of one split, which can be read anywhere at the same cost: files of raw
     little-endian tokens, one after the other.
@@ -196,16 +213,11 @@ class TokenStream:
         counts = [(f.num_bytes - f.header_bytes) // self._dtype.itemsize for f in splits[split]]
         self._files = [file for file, count in zip(splits[split], counts, strict=True) if count]
         self._starts = [0, *itertools.accumulate(filter(None, counts))]
-        self._maps: dict[int, np.ndarray] = {}
 
     @property
     def metadata(self) -> Metadata | None:
         """What `meta.json` says; None of other programs' files, which have none."""
         return None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Everything but the mapped files."""
-        return {**self.__dict__, "_maps": {}}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self.directory)!r}, {self.split!r})"
@@ -245,8 +257,9 @@ class TokenStream:
         if is_remote(self.directory):
             self._fill_from_bucket(tokens, list(spans))
         else:
+            map_ = _maps()
             for at, index, first, count in spans:
-                tokens[at : at + count] = self._map(index)[first : first + count]
+                tokens[at : at + count] = map_(self, index)[first : first + count]
         check_ids(self, tokens)
         return tokens.astype(np.int32, copy=False)
 
@@ -266,15 +279,12 @@ class TokenStream:
                 yield at, index, start - self._starts[index], count
                 at, start, index = at + count, start + count, index + 1
 
-    def _map(self, index: int) -> np.ndarray:
-        tokens = self._maps.get(index)
-        if tokens is None:
-            file = self._files[index]
-            check_size(file)
-            # A plain array on the map: slicing np.memmap itself costs several microseconds.
-            mapped = np.memmap(file.path, self._dtype, "r", file.header_bytes)
-            tokens = self._maps[index] = mapped.view(np.ndarray)
-        return tokens
+    def map(self, index: int) -> np.ndarray:
+        """The tokens in a file on a disk, by its number; see `_maps`."""
+        file = self._files[index]
+        check_size(file)
+        # A plain array on the map: slicing np.memmap itself costs several microseconds.
+        return np.memmap(file.path, self._dtype, "r", file.header_bytes).view(np.ndarray)
 
     def _fill_from_bucket(
         self, tokens: np.ndarray, spans: Sequence[tuple[int, int, int, int]]

@@ -1,6 +1,8 @@
 import hashlib
 import re
 import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -156,3 +158,19 @@ def test_files_of_other_programs(tmp_path, capsys):
     assert ["train", "899", "2"] in rows
     assert ["val", "70", "1"] in rows
     assert f"quickstart:data={tmp_path / 'llm.c'} " in text.splitlines()[-1]
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("limit", ["-Sn 200", "-n 200"])
+def test_more_files_than_may_be_open(limit, tmp_path):
+    stream = np.arange(250 * 200) % 256
+    for number, part in enumerate(np.split(stream, 250)):
+        write_llm_c(tmp_path / "foreign" / f"a_train_{number:06}.bin", part)
+    write_shards(tmp_path / "ours", stream, sizes=[200] * 250)
+    for name in ("ours", "foreign"):
+        command = shlex.join([sys.executable, "-m", "maxmars", "data", "inspect", name])
+        inspected = subprocess.run(
+            ["bash", "-c", f"ulimit {limit} && {command}"], cwd=tmp_path, capture_output=True
+        )
+        assert inspected.returncode == 0, inspected.stderr
+        assert hashlib.sha256(stream.astype("<u4").tobytes()).hexdigest() in str(inspected.stdout)
