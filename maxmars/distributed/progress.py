@@ -241,7 +241,11 @@ def loading_jax(*, stderr: bool = False) -> Generator[None]:
 
 
 class HostLog(contextlib.AbstractContextManager["HostLog"]):
-    """Appends lines with the time; an error that leaves the `with` block is written as well."""
+    """Appends lines with the time; an error that leaves the `with` block is written as well.
+
+    Within the block the log also gets the errors that Python can raise nowhere. After a save that
+    failed each write that was under way has one, in a thread of TensorStore.
+    """
 
     def __init__(
         self, workdir: Workdir, process: int, *, may_write: Callable[[], None] = lambda: None
@@ -249,6 +253,10 @@ class HostLog(contextlib.AbstractContextManager["HostLog"]):
         """Open `<workdir>/logs/host_<process>.log`; for `may_write` see `files.LineFile`."""
         self.path = workdir / of_process(LOGS, process, ".log")
         self._lines = LineFile(self.path, may_write)
+
+    def __enter__(self) -> HostLog:
+        self._previous, sys.unraisablehook = sys.unraisablehook, self._write_unraisable
+        return self
 
     def write(self, text: str) -> None:
         """Append `text` after the date and time."""
@@ -262,4 +270,10 @@ class HostLog(contextlib.AbstractContextManager["HostLog"]):
     ) -> None:
         if error is not None:
             self.write("".join(traceback.format_exception(error)).rstrip())
+        sys.unraisablehook = self._previous
         self._lines.close()
+
+    def _write_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
+        if unraisable.exc_value is not None:
+            with contextlib.suppress(OSError):  # of a full disk
+                self.write("".join(traceback.format_exception(unraisable.exc_value)).rstrip())

@@ -152,6 +152,18 @@ def test_the_log_of_a_host_has_the_time_and_errors(tmp_path):
     assert text.endswith("ValueError: no data\n")
 
 
+class _FailsInTheEnd:
+    def __del__(self):
+        raise RuntimeError("a write under way")
+
+
+def test_errors_that_cannot_be_raised_go_to_the_log_of_the_run(tmp_path, capsys):
+    with HostLog(tmp_path, 0) as log:
+        _FailsInTheEnd()  # deleted at once
+    assert "RuntimeError: a write under way" in log.path.read_text()
+    assert capsys.readouterr().err == ""
+
+
 def test_warnings_are_lines_of_the_task_and_of_its_log(tmp_path, capfd):
     progress, output = on_file(Clock())
     logger = logging.getLogger("maxmars.somewhere")
