@@ -2,9 +2,10 @@
 
 Token ids that are all zero, or those of another shard, train without an error. So each file on a
 disk is hashed once a working directory, in a thread while the run trains, and again when its size
-or time has changed. Processes that see the same files divide them; those with copies on disks of
-their own hash their copies. An evaluation hashes the files of the split that it reads. (Of files in
-a bucket, the bucket's own checksums are compared before the first step: see `formats.examine`.)
+or a time has changed; that of its last change of status nobody can set. Processes that see the same
+files divide them; those with copies on disks of their own hash their copies. An evaluation hashes
+the files of the split that it reads, and so does `audit --replay`. (Of files in a bucket, the
+bucket's own checksums are compared before the first step: see `formats.examine`.)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +24,48 @@ from maxmars.data.metadata import AGAIN
 from maxmars.data.token_files import TokenFile
 from maxmars.distributed import processes
 from maxmars.distributed.files import LineFile, Workdir, is_remote, read_json_lines, sha256_of
+from maxmars.distributed.workdir import VERIFIED
 
 _LOGGER = logging.getLogger(__name__)
 _FIELDS = {"file": str, "size": int, "mtime_ns": int, "sha256": str}
 
 
-def verify_split(files: Sequence[TokenFile], split: str) -> None:
+def verify_split(
+    files: Sequence[TokenFile], split: str, first_read: Mapping[str, str] | None = None
+) -> None:
     """Compare the files on disks that hold a split's tokens with their checksums, now.
 
-    All processes must call.
+    All processes must call. Of a file without a checksum, `first_read` may have its SHA-256 when a
+    run read it first; see `hashed_by`.
 
     Raises:
       ValueError: a file does not match, or cannot be read; every process raises.
     """
-    known = [f for f in files if f.split == split and f.sha256]
+    expected = {str(f.path): f.sha256 for f in files if f.sha256}
+    expected = {**(first_read or {}), **expected}
     damage = ""
-    for file in own_share(known):
+    for file in own_share([f for f in files if f.split == split and str(f.path) in expected]):
         try:
             sha256 = sha256_of(file.path)
         except OSError as error:
             damage = f"the file of tokens {file.path} cannot be read: {error}."
             continue
-        if sha256 != file.sha256:
-            damage = f"{_mismatch(file, sha256, f'it was prepared with {file.sha256}')}; {AGAIN}."
+        if sha256 != (before := expected[str(file.path)]):
+            says = "it was prepared with" if file.sha256 else "the run read it with"
+            damage = f"{_mismatch(file, sha256, f'{says} {before}')}; {AGAIN}."
     for text in processes.texts_of_all(damage):
         if text:
             raise ValueError(text)
+
+
+def hashed_by(workdir: Workdir) -> dict[str, str]:
+    """SHA-256 of the files that the processes of a run have hashed, by path."""
+    lines = [
+        line
+        for record in sorted((workdir / VERIFIED).glob("*.jsonl"))
+        for line in read_json_lines(record, "file", "sha256")
+    ]
+    return {line["file"]: line["sha256"] for line in lines if _is_line(line)}
 
 
 def own_share(files: Sequence[TokenFile]) -> list[TokenFile]:
@@ -153,6 +170,7 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
         try:
             status = Path(file.path).stat()
             line = {"file": str(file.path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+            line["ctime_ns"] = status.st_ctime_ns
             if known == {**line, "sha256": expected}:
                 return known
             sha256 = sha256_of(Path(file.path), pause)

@@ -33,6 +33,7 @@ from maxmars.config import (
 )
 from maxmars.config.errors import about
 from maxmars.data.batches import TrainBatches, open_data
+from maxmars.data.verification import hashed_by, verify_split
 from maxmars.distributed.files import read_json, resolve
 from maxmars.distributed.recorded_code import recorded_code
 from maxmars.distributed.sharding import training_mesh
@@ -403,6 +404,9 @@ def _digest_after(
     tokens = open_data(config.data, "train", model=config.model)
     if tokens.digest() != began["data"]:
         raise ValueError(f"the data in {config.data} are others than those of the run.")
+    if config.data.verify:
+        log("comparing the tokens with their checksums")
+        verify_split(tokens.files, "train", hashed_by(directory.parent))
     parameters = Parameters(config.model, mesh)
     train_step = prepare(config, parameters, tokens.types, log=log)
     config = train_step.config

@@ -6,10 +6,11 @@ import threading
 
 import numpy as np
 import pytest
+from refusals import refused
 from token_directories import write_nanogpt, write_shards
 
 from maxmars.data.formats import open_split
-from maxmars.data.verification import Verification, own_share
+from maxmars.data.verification import Verification, hashed_by, own_share, verify_split
 
 STREAM = np.random.default_rng(0).integers(0, 2000, 5000)
 
@@ -59,6 +60,44 @@ def test_a_file_is_hashed_once_and_again_when_its_time_or_content_has_changed(di
     assert done == []
     assert "val_00000.bin" in error
     assert error.count("\n") == 0
+
+
+def other_tokens_with_size_and_time(path):
+    """As `cp -p` from another preparation would leave them."""
+    status = path.stat()
+    flip(path, 3)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_change_that_keeps_size_and_time_is_found(directory, tmp_path):
+    record = tmp_path / "record.jsonl"
+    verify(directory, record)
+    other_tokens_with_size_and_time(directory / "train_00001.bin")
+    assert "train_00001.bin" in verify(directory, record)[1]
+    other_tokens_with_size_and_time(directory / "train_00001.bin")  # as it was
+    assert verify(directory, record) == (["train_00001.bin"], None)
+
+
+def test_a_record_without_the_time_of_the_last_change_of_status_still_counts(tmp_path):
+    write_nanogpt(tmp_path / "tokens", STREAM, STREAM[:400])
+    record = tmp_path / "record.jsonl"
+    verify(tmp_path / "tokens", record)
+    lines = [json.loads(line) for line in record.read_text().splitlines()]
+    kept = [{name: line[name] for name in line if name != "ctime_ns"} for line in lines]
+    record.write_text("".join(f"{json.dumps(line)}\n" for line in kept))
+    other_tokens_with_size_and_time(tmp_path / "tokens" / "train.bin")
+    assert "train.bin" in verify(tmp_path / "tokens", record)[1]
+
+
+def test_a_split_is_hashed_now_whatever_its_record_says(tmp_path):
+    write_nanogpt(tmp_path / "tokens", STREAM, STREAM[:400])
+    verify(tmp_path / "tokens", tmp_path / "run" / "verified" / "host_000.jsonl")
+    files = open_split(tmp_path / "tokens", "train").files
+    verify_split(files, "train", hashed_by(tmp_path / "run"))
+    other_tokens_with_size_and_time(tmp_path / "tokens" / "train.bin")
+    verify_split(files, "train")  # nobody knows their checksum
+    with refused(ValueError, tmp_path / "tokens" / "train.bin", "SHA-256"):
+        verify_split(files, "train", hashed_by(tmp_path / "run"))
 
 
 def test_a_damaged_record_only_costs_time(directory, tmp_path):

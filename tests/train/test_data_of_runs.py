@@ -73,6 +73,19 @@ def test_a_damaged_shard_stops_the_run_and_the_mended_one_goes_on(short_config, 
 
 
 @pytest.mark.seconds
+def test_tokens_that_changed_since_are_not_replayed(short_config, tmp_path, capsys):
+    train(short_config(), tmp_path / "run")
+    file = tmp_path / "tokens" / "train_00003.bin"
+    status = file.stat()
+    flip(tmp_path / "tokens", byte=6)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    with pytest.raises(SystemExit) as ended:
+        main(["audit", str(tmp_path / "run"), "--replay", "1"])
+    assert ended.value.code == 1
+    assert f"{file} does not match its checksum" in capsys.readouterr().err
+
+
+@pytest.mark.seconds
 def test_without_verification_a_run_says_so(short_config, tmp_path, capsys):
     config = short_config()
     flip(tmp_path / "tokens", byte=6)
