@@ -81,10 +81,14 @@ def _run(argv: list[str]) -> int:
             again = "run the same command again to continue"
         print(f"\ninterrupted; {again}", file=sys.stderr)
         return 130
-    except Exception as error:
-        from maxmars.config.errors import EXTERNAL_ERRORS
+    except (Exception, SystemExit) as error:
+        from maxmars.config.errors import EXTERNAL_ERRORS, place_in_own_file
 
-        is_external = isinstance(error, EXTERNAL_ERRORS) or _is_out_of_memory(error)
+        if isinstance(error, SystemExit):
+            if place_in_own_file(error) is None:
+                raise
+            error.add_note("sys.exit ends the command; raise an exception there")
+        is_external = isinstance(error, (*EXTERNAL_ERRORS, SystemExit)) or _is_out_of_memory(error)
         if is_external and os.environ.get("MAXMARS_TRACEBACK") != "1":
             code = _report(error)
         elif _is_one_of_several():
@@ -173,7 +177,7 @@ def _stay_on_the_cpu_without_chips() -> None:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def _report(error: Exception) -> int:
+def _report(error: BaseException) -> int:
     """Print an error as one line; returns the exit code."""
     from maxmars.config.checks import UsageError
     from maxmars.config.errors import in_words, place_in_own_file

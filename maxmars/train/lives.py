@@ -29,6 +29,7 @@ import jax
 
 from maxmars.checkpoint import list_steps
 from maxmars.checkpoint.lock import InUseError, is_owned
+from maxmars.config.errors import in_words
 from maxmars.distributed import processes
 from maxmars.distributed.files import (
     Workdir,
@@ -180,16 +181,16 @@ class Life(contextlib.AbstractContextManager["Life"]):
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, InUseError):  # the files are those of the start that was faster
             self._record = self._job = None
-        if isinstance(error, Exception) and jax.distributed.is_initialized():
+        if isinstance(error, Exception | SystemExit) and jax.distributed.is_initialized():
             self._leave_error(error)
         if error is not None:
             self.leave()
 
-    def _leave_error(self, error: Exception) -> None:
+    def _leave_error(self, error: Exception | SystemExit) -> None:
         """Tell the other processes, and SLURM's batch script, that this one fails by itself."""
         if self._job is None:
             return
-        text = next(iter(str(error).splitlines()), type(error).__name__)
+        text = next(iter(in_words(error).splitlines()), type(error).__name__)
         told = {"job": self._job, "host": os.uname().nodename, "error": text}
         with contextlib.suppress(OSError), reporting(self._workdir):
             if self._workdir.exists():

@@ -140,14 +140,15 @@ def train(
                     run.progress.message(tracer.end(metrics))
 
             # Stop before an evaluation, as there may be little time left to save; the same command
-            # makes the evaluation. Evaluate before a save, which deletes older checkpoints but the
-            # best. While steps are skipped nothing is saved, as it may delete a better one.
+            # makes the evaluation. Save before it, as a kill or an error may come within it; which
+            # checkpoints are the best is asked at the next save. While steps are skipped nothing is
+            # saved, as it may delete a better one.
             if stop:
-                break
-            if not _evaluate(run, due, stops):  # stopped within it
                 break
             if save_due and not reporter.is_skipping:
                 _save(run)
+            if not _evaluate(run, due, stops):  # stopped within it
+                break
 
         # The last save comes before the last evaluations: a kill there loses no step. Nothing is
         # saved of a run whose data turned out to be damaged.

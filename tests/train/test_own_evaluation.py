@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from refusals import refused
 from running import finish_well, start, start_two
 
+from maxmars.checkpoint import list_steps
 from maxmars.cli import main
 from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import EvalConfig, from_dict, to_dict
@@ -32,6 +34,10 @@ def get_config():
     )
 """
 MINE = """
+import sys
+import time
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +53,21 @@ def rhyme(trained):
 def spoken(trained):
     texts = generate_texts(trained, ["a", "b"], max_new_tokens=3)
     return {"letters": len(texts), "none": jnp.nan, "in $": 1}
+
+def seen(trained):
+    # The newest checkpoint that a kill within the evaluation would leave.
+    time.sleep(1.0)  # it is written in the background
+    saved = [int(path.name) for path in Path("run/checkpoints").glob("[0-9]*")]
+    return {"saved": max(saved, default=0)}
+
+calls = []
+
+def fails(trained):
+    calls.append(trained.name)
+    return {"share": 1 / (2 - len(calls))}
+
+def leaves(trained):
+    sys.exit(0)
 
 def divided(trained):
     return {"share": 1 / 0}
@@ -162,6 +183,36 @@ def test_a_changed_function_goes_on_and_is_recorded(folder):
     digests = [b["config"]["eval"]["own"][0]["sha256"] for b in began if b["kind"] == "began"]
     assert len(set(digests)) == 2
     main(["audit", "run"])
+
+
+@pytest.mark.seconds
+def test_what_is_due_is_saved_before_an_evaluation(folder, capsys):
+    train("run", "--num-steps", "4", "--eval.own", "mine.py:seen")
+    saved = {step: value for (step, key), value in scores(folder / "run").items() if "seen" in key}
+    assert saved == {0: 0, 2: 2, 4: 4}
+    shutil.rmtree(folder / "run")
+    with pytest.raises(SystemExit) as ended:
+        train("run", "--eval.own", "mine.py:fails")
+    assert ended.value.code == 1
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert list_steps(folder / "run" / "checkpoints") == [2]
+    train("run", "--num-steps", "4")  # with the other function
+    assert (2, "eval/rhyme/length") in scores(folder / "run")
+    main(["audit", "run"])
+
+
+@pytest.mark.seconds
+def test_sys_exit_in_own_code_is_an_error_in_a_line(folder, capsys):
+    with pytest.raises(SystemExit) as ended:
+        train("run", "--eval.own", "mine.py:leaves")
+    assert ended.value.code == 1
+    assert re.search(r"mine.py:\d+: .*sys.exit", capsys.readouterr().err)
+    (folder / "config.py").write_text("import sys\nsys.exit()\n")
+    for command in (["train"], ["plan"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "config.py"])
+        assert ended.value.code == 1
+        assert "config.py:2: " in capsys.readouterr().err
 
 
 @pytest.mark.multiprocess
