@@ -153,6 +153,7 @@ def candidates(directory: Directory, step: int | None = None) -> Iterator[Candid
 
     The block may call `load_arrays` many times, and so work on a state that is larger than the
     memory. Where it meets damage, it does so in every process. The loop ends by success or raises.
+    Where a run has saved meanwhile, it begins anew with the newest.
 
     Args:
       directory: the directory of the checkpoints, usually `<workdir>/checkpoints`.
@@ -171,7 +172,9 @@ def candidates(directory: Directory, step: int | None = None) -> Iterator[Candid
         known = ", ".join(map(str, steps))
         raise FileNotFoundError(f"{root} has no checkpoint of step {step}, but of {known}.")
     skipped: list[tuple[int, str]] = []
-    for number in steps[::-1] if step is None else [step]:
+    untried = [*steps] if step is None else [step]
+    while untried:
+        number = untried.pop()
         path = root / str(number)
         try:
             candidate = Candidate(_read_checkpoint(path), tuple(skipped))
@@ -182,6 +185,10 @@ def candidates(directory: Directory, step: int | None = None) -> Iterator[Candid
             damage = candidate.damage
             if damage is None:
                 return
+        if step is None and (now := steps_of_run(root)) and now[-1] > steps[-1]:
+            steps, untried = now, [*now]  # a run goes on here, and deletes older ones
+            skipped.clear()
+            continue
         skipped.append((number, damage))
         if step is None:
             _LOGGER.warning("checkpoint %s skipped: %s", path, damage)

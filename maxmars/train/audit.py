@@ -167,15 +167,20 @@ def audit(
     if summary.get("journal") and lines_to(lines, summary["journal"]) is None:
         problems.append(f"{JOURNAL} lacks its last line of step {summary['step']}, see {SUMMARY}")
     problems += _check_links(chain)
-    if (complete := complete_save(lines)) > steps[-1]:
+    if (complete := complete_save(lines)) > list_steps(checkpoints)[-1]:
         problems.append(f"the checkpoint of step {complete}, complete by {JOURNAL}, is gone")
     rows = read_metrics(directory)
     since = metrics_changed_since(rows, lines, newest.journal)
     metrics = "as recorded" if since is None else f"changed since step {since}"
     chosen = None if replay is None or problems else _range_to_replay(steps, chain, replay)
-    kept = Retention(config.checkpoint, validation_losses(rows)).kept(steps)
-    if since is not None and config.checkpoint.keep_best is not None:
-        kept = set(steps)  # the changed losses do not say which one was the best
+
+    def kept() -> set[int]:
+        now = list_steps(checkpoints)
+        if since is not None and config.checkpoint.keep_best is not None:
+            return set(now)  # the changed losses do not say which one was the best
+        losses = validation_losses(read_metrics(directory))
+        return Retention(config.checkpoint, losses).kept(now)
+
     problems += _check_checkpoints(checkpoints, steps, kept, chain, log, arrays=compare_arrays)
     replayed = None
     if chosen is not None and not problems:
@@ -244,14 +249,14 @@ def _check_links(chain: Sequence[Line]) -> list[str]:
 def _check_checkpoints(
     directory: Any,
     steps: Sequence[int],
-    kept: set[int],
+    kept: Callable[[], set[int]],
     chain: Sequence[Line],
     log: Callable[[str], None],
     *,
     arrays: bool,
 ) -> list[str]:
     """Each checkpoint is one that the trajectory names, with the arrays of its digests; one that
-    is not among those `kept` may be damaged."""
+    is not among those `kept` may be damaged, or gone."""
     problems, saved = [], {hash_of(line) for line in chain if line["kind"] == "saved"}
     for step in steps:
         try:
@@ -264,12 +269,13 @@ def _check_checkpoints(
             if arrays:
                 log(f"checkpoint {step}: comparing the arrays with their digests")
                 check_arrays(checkpoint)
-        except (ValueError, DamagedError) as error:
-            # A kill may have come while a checkpoint was deleted that the run does not keep.
-            if step in kept:
+        except (FileNotFoundError, ValueError, DamagedError) as error:
+            # A kill may have come while a checkpoint was deleted that the run does not keep, or the
+            # run goes on and deletes it now.
+            if step in kept():
                 problems.append(f"the checkpoint of step {step} is damaged: {error}")
             else:
-                log(f"checkpoint {step} is not whole: the run was killed while it was deleted")
+                log(f"checkpoint {step} is not whole: the run was to delete it")
     return problems
 
 

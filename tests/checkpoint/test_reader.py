@@ -161,6 +161,21 @@ def test_flipped_bits_are_caught_or_harmless(saved, copy):
     assert caught >= 5
 
 
+def test_a_reader_beside_a_run_takes_what_was_saved_meanwhile(saved, copy, caplog):
+    wanted = abstract(saved[1][2])
+    for candidate in candidates(copy):
+        with candidate as checkpoint:
+            if checkpoint.step == 2:  # the run saves step 3, and keeps that alone
+                shutil.copytree(copy / "2", copy / "3")
+                change_meta(copy / "3", lambda meta: meta.update(step=3))
+                for step in "12":
+                    shutil.rmtree(copy / step)
+            state = load_arrays(checkpoint, wanted)
+    assert (checkpoint.step, candidate.skipped) == (3, ())
+    assert_same(state, saved[1][2])
+    assert caplog.text == ""
+
+
 def test_errors(saved, copy, tmp_path):
     state = saved[1][1]
     by_eight = NamedSharding(mesh_of(1, 8, 1), P("fsdp"))
