@@ -19,8 +19,8 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,6 +31,7 @@ from maxmars.config.errors import about, needs_extra
 from maxmars.distributed.files import (
     Workdir,
     read_json_object,
+    read_text,
     reporting,
     write_bytes,
     write_json,
@@ -40,8 +41,11 @@ END_OF_TEXT = "<|endoftext|>"
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
-_GENERATION = "generation_config.json"
+_GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 _GPT2_CLASS = "GPT2Tokenizer"
+_OF_FILES = ("ends", "bos", "settings")  # attributes that the files of a directory decide
+# Code, paths and, since it changes the tokens that the library gives, `add_prefix_space`.
+_LEFT_OUT = ("auto_map", "name_or_path", "tokenizer_file", "vocab_file", "add_prefix_space")
 _STRIDE = 250_000  # characters
 _SAMPLE = "She reads 3 books:\n\n\tnaïve  café, don't  stop!"
 _WHITE_SPACE = re.compile(r"[\s\u2581]")  # U+2581 is SentencePiece's blank
@@ -90,6 +94,16 @@ class Loss:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the files of a tokenizer say to other programs, which goes out as it came in."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Of `tokenizer_config.json`: padding, names of special tokens, a chat template."""
+    template: str | None = None
+    """The text of `chat_template.jinja`."""
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """Text to token ids and back. Ids lie in [0, vocab_size)."""
@@ -117,6 +131,14 @@ class Tokenizer(Protocol):
     def ends(self) -> Sequence[int]:
         """Ids of the tokens at which the model ends a text: `eot`, and what else its files name."""
         ...
+
+    @property
+    def bos(self) -> int:
+        """Id of the token that begins a text, if its files name one, or else `eot`."""
+        ...
+
+    @property
+    def settings(self) -> Settings: ...
 
     @property
     def digest(self) -> str:
@@ -183,6 +205,7 @@ class ByteTokenizer(_BytesOfTokens):
     name = "byte"
     vocab_size = 257
     eot, eot_token = 256, END_OF_TEXT
+    bos, settings = eot, Settings()
     ends: Sequence[int] = (256,)
     digest = _BYTE_DIGEST
 
@@ -213,6 +236,7 @@ class GPT2Tokenizer(_BytesOfTokens):
     name = "gpt2"
     vocab_size = 50257
     eot, eot_token = 50256, END_OF_TEXT
+    bos, settings = eot, Settings()
     ends: Sequence[int] = (50256,)
     digest = _GPT2_DIGEST
     # What tiktoken takes for white space, which is less than Python does.
@@ -240,7 +264,7 @@ class GPT2Tokenizer(_BytesOfTokens):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # tiktoken's own objects cannot be pickled.
-        return GPT2Tokenizer, (self._ranks,), {"ends": self.ends}
+        return GPT2Tokenizer, (self._ranks,), {name: getattr(self, name) for name in _OF_FILES}
 
     def to_json(self) -> bytes:
         tokens = [self._encoding.decode_single_token_bytes(i) for i in range(self.eot)]
@@ -305,6 +329,7 @@ class JsonTokenizer:
             )
         self.eot: int = vocabulary[eot_token]
         self.ends: Sequence[int] = (self.eot,)
+        self.bos, self.settings = self.eot, Settings()
         self.vocab_size: int = max(vocabulary.values()) + 1
 
     @property
@@ -317,7 +342,8 @@ class JsonTokenizer:
         return self._content
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return JsonTokenizer, (self._content, self.eot_token), {"ends": self.ends}
+        state = {name: getattr(self, name) for name in _OF_FILES}
+        return JsonTokenizer, (self._content, self.eot_token), state
 
     @property
     def digest(self) -> str:
@@ -434,10 +460,11 @@ def save(tokenizer: Tokenizer, directory: Workdir, *, max_seq_len: int | None = 
       directory: is made if it is missing.
       max_seq_len: of the model whose directory it is, if it is one.
     """
-    _write(directory, tokenizer.name, tokenizer.to_json(), tokenizer.eot_token, max_seq_len)
-    if max_seq_len is not None or len(tokenizer.ends) > 1:
+    end, settings = tokenizer.eot_token, tokenizer.settings
+    _write(directory, tokenizer.name, tokenizer.to_json(), end, settings, max_seq_len)
+    if max_seq_len is not None or len(tokenizer.ends) > 1 or tokenizer.bos != tokenizer.eot:
         ends = list(tokenizer.ends) if len(tokenizer.ends) > 1 else tokenizer.eot
-        write_json(directory / _GENERATION, {"bos_token_id": tokenizer.eot, "eos_token_id": ends})
+        write_json(directory / _GENERATION, {"bos_token_id": tokenizer.bos, "eos_token_id": ends})
 
 
 @runtime_checkable
@@ -510,11 +537,13 @@ def copy_tokenizer(tokens: Tokenized, directory: Workdir) -> None:
         end = files.end or END_OF_TEXT
         if tokens.tokenizer == JsonTokenizer.name:
             _check_digest(tokens, _digest([files.content or b"", end.encode()]))
-        _write(directory, tokens.tokenizer, files.content, end)
+        _write(directory, tokens.tokenizer, files.content, end, files.settings)
+        if files.generation:
+            write_json(directory / _GENERATION, files.generation)
     elif tokens.tokenizer == ByteTokenizer.name:
         save(ByteTokenizer(), directory)
     elif tokens.tokenizer == GPT2Tokenizer.name:
-        _write(directory, GPT2Tokenizer.name, None, END_OF_TEXT)
+        _write(directory, GPT2Tokenizer.name, None, END_OF_TEXT, Settings())
 
 
 def _check_digest(tokens: Tokenized, digest: str) -> None:
@@ -534,19 +563,32 @@ class _Files:
     """The `tokenizer.json`; None is GPT-2's."""
     end: str | None
     """The token that ends a document."""
-    ends: Sequence[int] = ()
-    """Ids of all tokens at which the model ends a text."""
+    settings: Settings = Settings()
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """`eos_token_id`, of the tokens at which the model ends a text, and `bos_token_id`, of the one
+    that begins it, if they are known."""
 
 
 def _write(
-    directory: Workdir, name: str, content: bytes | None, end: str, max_seq_len: int | None = None
+    directory: Workdir,
+    name: str,
+    content: bytes | None,
+    end: str,
+    given: Settings,
+    max_seq_len: int | None = None,
 ) -> None:
     if content is not None:
         write_bytes(directory / _TOKENIZER, content)
-    settings: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "unk_token"), end)
+    if given.template is not None:
+        write_bytes(directory / _TEMPLATE, given.template.encode())
+    fields = given.fields or dict.fromkeys(("bos_token", "unk_token"), end)
     is_gpt2 = name == GPT2Tokenizer.name
-    settings["tokenizer_class"] = _GPT2_CLASS if is_gpt2 else "PreTrainedTokenizerFast"
-    settings["clean_up_tokenization_spaces"] = False
+    settings: dict[str, Any] = {
+        "clean_up_tokenization_spaces": False,
+        **{key: value for key, value in fields.items() if key not in _LEFT_OUT},
+        "eos_token": end,
+        "tokenizer_class": _GPT2_CLASS if is_gpt2 else "PreTrainedTokenizerFast",
+    }
     if max_seq_len is not None:
         settings["model_max_length"] = max_seq_len
     write_json(directory / _SETTINGS, settings)
@@ -584,43 +626,70 @@ def _read(place: Workdir) -> _Files:
         added = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
         for token, i in fields("added_tokens.json").items():
             added.setdefault(i, {"content": token})
-        ids = fields(_GENERATION).get("eos_token_id")
-        if ids is None and file == _TOKENIZER:
-            ids = fields("config.json").get("eos_token_id")
-        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
-        end = end["content"] if isinstance(end, dict) else end
+        of_model = fields("config.json") if file == _TOKENIZER else {}
+        said = {key: value for key, value in of_model.items() if value is not None}
+        said |= {key: value for key, value in fields(_GENERATION).items() if value is not None}
+        generation = {key: said[key] for key in ("bos_token_id", "eos_token_id") if key in said}
+        end = _content(end)
         if content is not None and added:
             with about(directory):
-                content = _with_added(content, added, {end, *ids}, str(settings))
-    return _Files(place=place, content=content, end=end, ends=ids)
+                content = _with_added(content, added, {end, *_ids(generation)}, str(settings))
+        template = read_text(directory / _TEMPLATE) if _TEMPLATE in names else None
+    return _Files(
+        place=place,
+        content=content,
+        end=end,
+        settings=Settings(fields=settings, template=template),
+        generation=generation,
+    )
+
+
+def _ids(generation: Mapping[str, Any]) -> list[int]:
+    """The ids of all tokens that end a text."""
+    ids = generation.get("eos_token_id", [])
+    return ids if isinstance(ids, list) else [ids]
+
+
+def _content(token: Any) -> Any:
+    """The name of a token in settings, where it may stand with its flags."""
+    return token["content"] if isinstance(token, dict) else token
 
 
 def _open(files: _Files, eot_token: str | None = None, *, built_in: bool = True) -> Tokenizer:
     """The tokenizer of files; with `built_in` that of bytes or GPT-2, if they mean the same."""
     with about(files.place):
         if files.content is None:
-            return _ending(GPT2Tokenizer(), files.ends)
+            return _as_said(GPT2Tokenizer(), files, {END_OF_TEXT: GPT2Tokenizer.eot})
         fields = json.loads(files.content)
         vocabulary = _vocabulary(fields)
         token_of = {number: token for token, number in vocabulary.items()}
-        ends = [number for number in files.ends if number in token_of]
+        ends = [number for number in _ids(files.generation) if number in token_of]
         named = [files.end, *map(token_of.__getitem__, ends), END_OF_TEXT]
         end = eot_token or next((token for token in named if token in vocabulary), END_OF_TEXT)
         is_candidate = built_in and vocabulary and end == END_OF_TEXT
         tokens = _plain_tokens(fields, vocabulary) if is_candidate else []
         match _digest(tokens):
             case ByteTokenizer.digest:
-                return _ending(ByteTokenizer(), ends)
+                return _as_said(ByteTokenizer(), files, vocabulary)
             case GPT2Tokenizer.digest:
                 ranks = {token: rank for rank, token in enumerate(tokens[:-1])}
-                return _ending(GPT2Tokenizer(ranks), ends)
-        return _ending(JsonTokenizer(files.content, end), ends)
+                return _as_said(GPT2Tokenizer(ranks), files, vocabulary)
+        return _as_said(JsonTokenizer(files.content, end), files, vocabulary)
 
 
-def _ending(
-    tokenizer: ByteTokenizer | GPT2Tokenizer | JsonTokenizer, ends: Sequence[int]
+def _as_said(
+    tokenizer: ByteTokenizer | GPT2Tokenizer | JsonTokenizer,
+    files: _Files,
+    vocabulary: Mapping[str, int],
 ) -> Tokenizer:
+    """The tokenizer with what its files say beside the vocabulary."""
+    known = range(tokenizer.vocab_size)
+    ends = [number for number in _ids(files.generation) if number in known]
     tokenizer.ends = tuple(dict.fromkeys([tokenizer.eot, *ends]))
+    begin = vocabulary.get(_content(files.settings.fields.get("bos_token")))
+    named = files.generation.get("bos_token_id") if begin is None else begin
+    tokenizer.bos = named if isinstance(named, int) and named in known else tokenizer.eot
+    tokenizer.settings = files.settings
     return tokenizer
 
 

@@ -133,11 +133,11 @@ def generate_texts(
 ) -> list[str]:
     """Continue texts; returns each continuation without its prompt.
 
-    An empty prompt starts at an end-of-text token, and a continuation ends at any of the tokens at
+    An empty prompt is `TrainedModel.start`, and a continuation ends at any of the tokens at
     which the model ends a text. For the options and errors see `stream_tokens`.
     """
     tokenizer = model.tokenizer
-    contexts = [encode_context(prompt, tokenizer) for prompt in prompts]
+    contexts = [encode_context(prompt, tokenizer, model.start) for prompt in prompts]
     continuations = generate_tokens(model, contexts, stop=tokenizer.ends, **options)
     return [tokenizer.decode(tokens) for tokens in continuations]
 
@@ -193,7 +193,7 @@ def stream_texts(
     `stream_tokens`.
     """
     tokenizer = model.tokenizer
-    contexts = [encode_context(prompt, tokenizer) for prompt in prompts]
+    contexts = [encode_context(prompt, tokenizer, model.start) for prompt in prompts]
     texts = [tokenizer.pieces() for _ in prompts]
     for pieces in stream_tokens(model, contexts, stop=tokenizer.ends, seen=seen, **options):
         for piece in pieces:

@@ -160,7 +160,9 @@ class Answers:
         """
         encoded = []
         for context, continuation in pairs:
-            choices = encode_choices(context, [continuation], self.model.tokenizer)
+            choices = encode_choices(
+                context, [continuation], self.model.tokenizer, self.model.start
+            )
             encoded.append((choices.context, choices.continuations[0]))
             if not len(choices.continuations[0]):
                 raise ValueError(
@@ -170,10 +172,10 @@ class Answers:
         return self.score(encoded)
 
     def rolling_log_likelihoods(self, texts: Sequence[str]) -> list[float]:
-        """Log-likelihoods of whole texts after an end-of-text token, in nats; no token twice."""
+        """Log-likelihoods of whole texts after the token `start`, in nats; no token twice."""
         tokenizer, longest = self.model.tokenizer, self.model.config.max_seq_len
         windows = [
-            list(rolling_windows(tokenizer.encode(t), tokenizer.eot, longest)) for t in texts
+            list(rolling_windows(tokenizer.encode(t), self.model.start, longest)) for t in texts
         ]
         scores = iter(self.score([window for text in windows for window in text]))
         return [math.fsum(next(scores)[0] for _ in text) for text in windows]
@@ -211,7 +213,10 @@ class Answers:
             most = max(longest - options.max_new_tokens, longest // 2, 1)
             continuations = generate_tokens(
                 self.model,
-                [encode_context(requests[i][0], tokenizer)[-most:] for i in numbers],
+                [
+                    encode_context(requests[i][0], tokenizer, self.model.start)[-most:]
+                    for i in numbers
+                ],
                 max_new_tokens=options.max_new_tokens,
                 sampling=options.sampling,
                 seed=self._seed,

@@ -42,12 +42,17 @@ class Choices:
     """At least one token each."""
 
 
-def encode_context(text: str, tokenizer: Tokenizer) -> Integer[np.ndarray, " context"]:
-    """Token ids of a text; an empty text is one end-of-text token."""
-    return tokenizer.encode(text) if text else np.array([tokenizer.eot])
+def encode_context(
+    text: str, tokenizer: Tokenizer, start: int | None = None
+) -> Integer[np.ndarray, " context"]:
+    """Token ids of a text; an empty text is the token `start`, by default that ends a document."""
+    start = tokenizer.eot if start is None else start
+    return tokenizer.encode(text) if text else np.array([start])
 
 
-def encode_choices(context: str, continuations: Sequence[str], tokenizer: Tokenizer) -> Choices:
+def encode_choices(
+    context: str, continuations: Sequence[str], tokenizer: Tokenizer, start: int | None = None
+) -> Choices:
     """Encode a context together with each continuation, as lm-evaluation-harness does.
 
     The tokens after as many as the context alone has are the continuation's. White space at the end
@@ -57,7 +62,7 @@ def encode_choices(context: str, continuations: Sequence[str], tokenizer: Tokeni
     num_context = len(tokenizer.encode(stripped))
     wholes = [tokenizer.encode(context + continuation) for continuation in continuations]
     return Choices(
-        context=encode_context(stripped, tokenizer),
+        context=encode_context(stripped, tokenizer, start),
         continuations=[whole[num_context:] for whole in wholes],
     )
 

@@ -75,6 +75,12 @@ class TrainedModel:
     """Of the whole state in the checkpoint; None for a Hugging Face directory."""
 
     @property
+    def start(self) -> int:
+        """Id of the token that an empty prompt means. In training here, a text comes after the end
+        of another, whatever token its tokenizer names."""
+        return self.tokenizer.eot if self.digest is not None else self.tokenizer.bos
+
+    @property
     def model(self) -> LanguageModel:
         """The model with these parameters: int32 tokens [B, T] to logits [B, T, V]."""
         return make_model(self.config, self.params)
@@ -412,7 +418,7 @@ def export_model(
             directory,
             dataclasses.replace(model, arrays=arrays_and_progress()),
             dtype=dtype,
-            end_of_text=None if tokenizer is None else tokenizer.eot,
+            ends_of_text=None if tokenizer is None else (tokenizer.bos, tokenizer.eot),
             max_file_bytes=max_file_bytes,
         )
         if tokenizer is not None:

@@ -474,7 +474,7 @@ def write_model(
     model: HFModel,
     *,
     dtype: Dtype,
-    end_of_text: int | None,
+    ends_of_text: tuple[int, int] | None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
     """Write a directory that the model's class in `transformers` loads by `from_pretrained`.
@@ -485,7 +485,7 @@ def write_model(
       directory: to write into.
       model: what to write.
       dtype: type of the weights in the files.
-      end_of_text: id of the token that ends a document.
+      ends_of_text: ids of the tokens that begin a text and that end it, if they are known.
       max_file_bytes: where the weights take more, they are split into files of this size at most
         and an index.
 
@@ -528,7 +528,8 @@ def write_model(
         except safetensors.SafetensorError as error:
             raise OSError(f"{path} cannot be written ({error}); make room on its disk.") from error
         path.chmod(mode)  # safetensors lets none but the owner read it, whatever the umask says
-    ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    begin, end = ends_of_text or (None, None)
+    ends = {"bos_token_id": begin, "eos_token_id": end}
     write_json(directory / _CONFIG, {**ends, **model.fields, "dtype": dtype})
     return paths
 

@@ -275,8 +275,7 @@ def test_one_form_in_every_directory(saved, json_file, tmp_path, name):
     shutil.copytree(directory, tmp_path / "tokens")
     tokens = tokens_in(tmp_path / "tokens", name, tokenizer.digest)
     copy_tokenizer(tokens, tmp_path / "run")
-    files = {"tokenizer.json", "tokenizer_config.json"}
-    assert {path.name for path in (tmp_path / "run").iterdir()} == files
+    assert {*os.listdir(tmp_path / "run")} == {*os.listdir(directory)}
     for read in (tokenizer_of_tokens(tokens), pickle.loads(pickle.dumps(load(tmp_path / "run")))):
         assert (read.name, read.eot, read.digest) == (name, tokenizer.eot, tokenizer.digest)
         assert tuple(read.ends) == (tokenizer.eot,)
@@ -435,6 +434,21 @@ def test_every_end_that_the_files_name(tmp_path, case):
         assert theirs.vocab_size == 3
     if case.startswith("added"):  # text that spells it out is text
         assert theirs.vocab_size - 1 not in theirs.encode("a<turn>b")
+
+
+@pytest.mark.parametrize("bos", ["<turn>", {"content": "<turn>"}, None])
+def test_settings_go_out_as_they_came_in(tmp_path, bos):
+    said = {"chat_template": "{{ messages }}", "padding_side": "left", "bos_token": bos}
+    settings = said | {"eos_token": "</s>", "name_or_path": "/home/me", "auto_map": {"a": "b.c"}}
+    files = {"tokenizer.json": UNIGRAM, "tokenizer_config.json": settings}
+    files |= {"special_tokens_map.json": {"pad_token": "<pad>"}, "config.json": {"bos_token_id": 0}}
+    theirs = pickle.loads(pickle.dumps(load(write_files(tmp_path / "theirs", files))))
+    save(theirs, tmp_path / "saved")
+    went = json.loads((tmp_path / "saved" / "tokenizer_config.json").read_text())
+    assert went.items() >= (said | {"pad_token": "<pad>"}).items()
+    assert not went.keys() & {"name_or_path", "auto_map"}
+    for read in (theirs, load(tmp_path / "saved")):
+        assert read.bos == (theirs.eot + 1 if bos else 0)
 
 
 @pytest.mark.seconds

@@ -295,6 +295,45 @@ def test_a_model_ends_where_its_files_say_in_every_command(tmp_path, capsys):
     assert stream.read(stream.num_tokens - 1, 1).tolist() == [1]
 
 
+@pytest.mark.seconds
+def test_what_a_tokenizers_files_say_goes_out_as_it_came_in(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    theirs, hf = made_tokenizer(), tmp_path / "hf"
+    theirs.add_special_tokens(["<s>", "<pad>", "<mask>"])
+    names = {"bos_token": "<s>", "pad_token": "<pad>", "mask_token": "<mask>", "unk_token": "<unk>"}
+    came = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=theirs, eos_token="</s>", padding_side="left", **names
+    )
+    came.chat_template = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
+    config = dataclasses.replace(BASE, vocab_size=theirs.get_vocab_size())
+    write_hf(hf, hf_fields(config), hf_arrays(config))
+    came.save_pretrained(hf)
+    (tmp_path / "a.txt").write_text("to be or not to be\n" * 500)
+    words = ["--tokenizer", str(hf), "--workers", "0"]
+    cli.main(["data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "tokens"), *words])
+    train = ["--num-processes", "1", "--num-steps", "1", "--model.num-layers", "1"]
+    train += ["--model.max-seq-len", "16", "--eval.every", "None"]
+    run, start = tmp_path / "run", f"quickstart:data={tmp_path / 'tokens'}"
+    cli.main(["train", start, *train, "--workdir", str(run)])
+    cli.main(["export", str(run), str(tmp_path / "of_run")])
+    cli.main(["export", str(hf), str(tmp_path / "of_hf")])
+    went = [tmp_path / name for name in ("tokens", "run/tokenizer", "of_run", "of_hf")]
+    for place in went:
+        out = transformers.AutoTokenizer.from_pretrained(place)
+        assert out.special_tokens_map == came.special_tokens_map
+        assert out.padding_side == "left"
+        assert out.chat_template == came.chat_template
+        for text in ("to be or not", "<s>to be<mask>"):
+            assert out(text)["input_ids"] == came(text)["input_ids"]
+    for place in went[2:]:
+        for name in ("config.json", "generation_config.json"):
+            fields = json.loads((place / name).read_text())
+            ids = came.bos_token_id, came.eos_token_id
+            assert (fields["bos_token_id"], fields["eos_token_id"]) == ids
+    # Here every text of training came after the end of another one.
+    assert (load(hf).start, load(run).start) == ids
+
+
 def test_a_special_token_after_the_models_rows_is_never_needed(tmp_path, capsys):
     theirs, hf = made_tokenizer(), tmp_path / "hf"
     config = dataclasses.replace(BASE, vocab_size=theirs.get_vocab_size(), vocab_pad_multiple=64)
