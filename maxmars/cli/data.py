@@ -159,11 +159,13 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
         )
     if held_out is not None:
         fraction = 0.0
+    for written, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
+        separator = separator and separator.replace(written, character)
     open_ = functools.partial(
         open_corpus,
         text_field=arguments.text_field,
         data_dir=arguments.data_dir,
-        separator=separator and separator.replace("\\n", "\n").replace("\\t", "\t"),
+        separator=separator,
     )
     return Preparation(
         corpus=open_(source),
@@ -191,7 +193,11 @@ def _prepare(arguments: PrepareArguments) -> int:
         workers = len(os.sched_getaffinity(0))
     was_complete = share is not None and preparation.is_finished()
     if not was_complete:
-        if hint := preparation.corpus.hint():
+        with Progress(stderr=True) as status:
+            status.update("looking at the text")
+            corpora = filter(None, (preparation.corpus, preparation.validation))
+            hints = list(filter(None, (corpus.hint() for corpus in corpora)))
+        for hint in hints:
             print(f"note: {hint}", file=sys.stderr)
         preparation.run(workers, share or (0, 1))
     metadata = preparation.finish()

@@ -142,7 +142,11 @@ class Corpus(abc.ABC):
         """
 
     def hint(self) -> str | None:
-        """What the user may have overlooked; None where nothing."""
+        """What the user may have overlooked; None where nothing.
+
+        Raises:
+          ValueError: the text is not as the arguments say.
+        """
         return None
 
 
@@ -256,8 +260,35 @@ class TextFiles(Corpus):
                 return
             yield Document(name, _decoded(file, path, start, end), *_ends(stretch))
 
+    def _find_separator(self) -> None:
+        """Read the texts up to the first separator, and refuse one that occurs nowhere."""
+        mark, carriage = self._separator, self._separator.replace(b"\n", b"\r\n")
+        advice, texts = "correct it or leave it out", []
+        for path, (kind, compression) in zip(self._paths, self._kinds, strict=True):
+            if kind not in TEXT:
+                continue
+            texts.append(path)
+            with _reporting(path), reading(path), _open(path) as raw:
+                file, text = decompressed(raw, compression), b""
+                while block := file.read(BLOCK_BYTES):
+                    text = text[max(len(text) - len(carriage) + 1, 0) :] + block
+                    if mark in text:
+                        return
+                    if carriage in text:
+                        advice = f"lines end in CR LF there, so write {carriage.decode()!r}"
+        where = texts[0] + f" and {len(texts) - 1:,} more" * (len(texts) > 1)
+        raise ValueError(
+            f"the document separator {mark.decode()!r} occurs nowhere in {where}; {advice}."
+        )
+
     def hint(self) -> str | None:
-        """That a text spells the end of a document, which is ordinary text to a tokenizer."""
+        """That a text spells the end of a document, which is ordinary text to a tokenizer.
+
+        Raises:
+          ValueError: the separator occurs nowhere.
+        """
+        if self._separator:
+            self._find_separator()
         texts = filter(self._is_one_text, range(len(self._paths)))
         for number in itertools.islice(texts, _FILES_LOOKED_INTO):
             path, (_, compression) = self._paths[number], self._kinds[number]

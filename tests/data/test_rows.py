@@ -299,6 +299,26 @@ def test_a_text_of_many_documents(tmp_path, capsys, mark, written):
     assert np.array_equal(np.concatenate(list(one)), np.concatenate(list(other)))
 
 
+def test_a_separator_of_lines_that_end_in_crlf(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("dos.txt").write_bytes("\r\n\r\n".join("abcd").encode())
+    Path("unix.txt").write_text("a|b")
+    for separator in (r"\r\n", r"\n", r"\r\n\r\n"):
+        options = ("--document-separator", separator, "--validation-fraction", 0)
+        prepare("dos.txt", repr(separator), *options)
+        assert read_metadata(repr(separator)).splits["train"].num_documents == 4
+    error = refusal(capsys, "*s.txt", "out", "--document-separator", r"\n\n")
+    assert r"\r\n\r\n" in error
+    Path("dos.txt.gz").write_bytes(gzip.compress(Path("dos.txt").read_bytes()))
+    for source, mark in (("unix.txt", "@@"), ("dos.txt.gz", "|")):
+        error = refusal(capsys, source, "out", "--document-separator", mark)
+        assert source in error
+        assert mark in error
+    held_out = ("--document-separator", "|", "--validation", "dos.txt")
+    assert "dos.txt" in refusal(capsys, "unix.txt", "out", *held_out)
+    assert not Path("out").exists()
+
+
 def test_hints(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "abc":
