@@ -7,8 +7,12 @@ JAX_ENABLE_COMPILATION_CACHE=false to keep nothing.
 from __future__ import annotations
 
 import contextlib
+import functools
+import glob
 import hashlib
 import re
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,23 @@ def _is_told() -> bool:
 def _keep_in(directory: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(directory))
     compilation_cache.reset_cache()  # JAX reads the setting once, when it first compiles
+    warnings.showwarning = functools.partial(_show, directory, warnings.showwarning)
+
+
+def _show(
+    directory: Path, show: Callable[..., None], message: Warning | str, *where: Any, **more: Any
+) -> None:
+    """Remove a damaged entry, as a kill may leave it, when JAX warns of it, or show the warning.
+
+    JAX (0.12) compiles the program anew, but writes no entry that is there. It names the program,
+    whose entries are one for each of its shapes.
+    """
+    told = re.match(r"Error reading persistent compilation cache entry for '(.+?)'", str(message))
+    for entry in directory.glob(f"{glob.escape(told[1])}-*-cache") if told else ():
+        with contextlib.suppress(OSError):
+            entry.unlink()
+    if told is None:
+        show(message, *where, **more)
 
 
 def _cpu() -> str:

@@ -52,6 +52,17 @@ def test_a_second_command_finds_the_programs_of_the_first_also_on_cpus(tmp_path)
     assert start("cache", "cpu", tmp_path / "file") == 0  # where nothing can be kept
 
 
+@pytest.mark.slow
+def test_a_damaged_program_is_compiled_and_kept_anew(tmp_path):
+    cache = tmp_path / "cache"
+    for damage in (lambda old: old[: len(old) // 2], lambda old: b"", lambda old: b"x" * 99):
+        start("cache", "cpu", cache)
+        (entry,) = cache.rglob("*-cache")
+        entry.write_bytes(damage(entry.read_bytes()))
+        assert start("cache", "cpu", cache) == 0
+        assert start("cache", "cpu", cache) > 0
+
+
 @pytest.mark.parametrize("workdir", ["run", "gs://bucket/run"])
 def test_nothing_is_set_on_cpus_and_where_jax_was_told(tmp_path, workdir):
     told = jax.config.jax_compilation_cache_dir  # by tests/conftest.py
