@@ -22,6 +22,7 @@ from maxmars.distributed.files import (
     is_remote,
     make_directory,
     open_store,
+    parse_json,
     reporting,
     require_access,
     try_lock,
@@ -199,7 +200,7 @@ def _owner() -> dict[str, Any]:
 def _fields(record: str | bytes) -> dict[str, Any]:
     """The fields of an owner's record; none of a file that is damaged or of another kind."""
     with contextlib.suppress(ValueError):
-        fields = json.loads(record)
+        fields = parse_json(record)
         if isinstance(fields, dict):
             return fields
     return {}

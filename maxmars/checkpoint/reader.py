@@ -458,7 +458,9 @@ def _read_checkpoint(path: Any) -> Checkpoint:
 
     def read_meta() -> dict[str, Any]:
         try:
-            meta = json.loads((path / "meta" / "data.json").read_text())
+            file = path / "meta" / "data.json"
+            files.require_file(file)
+            meta = files.parse_json(file.read_text())
         except FileNotFoundError:
             if (path / "meta").is_dir():
                 raise

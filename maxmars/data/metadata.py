@@ -20,7 +20,7 @@ from maxmars.config.checks import CheckedConfig, NotNegative, read_as
 from maxmars.config.errors import about
 from maxmars.data.rows import Skipped
 from maxmars.data.tokenizer import Loss
-from maxmars.distributed.files import Workdir, read_text, reporting, resolve, write_text
+from maxmars.distributed.files import Workdir, parse_json, read_text, reporting, resolve, write_text
 
 FORMAT = "maxmars-tokens"
 VERSION = 3
@@ -142,7 +142,7 @@ def parse_metadata(text: str, path: Workdir) -> Metadata:
       ValueError: it is damaged, or of another format or version.
     """
     with about(path):
-        fields = read_as(dict[str, Any], json.loads(text))
+        fields = read_as(dict[str, Any], parse_json(text))
         format_, version = fields.pop("format", None), fields.pop("version", None)
         if format_ != FORMAT or version not in (2, VERSION):
             raise ValueError(

@@ -57,6 +57,7 @@ from maxmars.distributed.files import (
     cache_directory,
     is_remote,
     make_directory,
+    parse_json,
     read_text,
     reporting,
     require_access,
@@ -344,7 +345,7 @@ class Preparation(Recipe):
         """The record of a task; None if it is not done, or was of a preparation with other
         arguments."""
         try:
-            record = json.loads(read_text(self._record(number)) or "null")
+            record = parse_json(read_text(self._record(number)) or "null")
         except ValueError:
             return None  # damaged: the task is done again
         is_ours = isinstance(record, dict) and record.get("plan") == self._plan_digest
@@ -380,10 +381,10 @@ class Preparation(Recipe):
 
     def _other_arguments(self, begun: str) -> str:
         try:
-            earlier = json.loads(begun)
+            earlier = parse_json(begun)
         except ValueError:
             earlier = {}
-        now = json.loads(self._plan)
+        now = parse_json(self._plan)
         if earlier.get("version") != _PLAN_VERSION:
             return (
                 f"{self.out} holds an unfinished preparation of another version of maxmars, with "
@@ -482,7 +483,7 @@ def _shards(record: dict[str, Any]) -> set[str]:
 def _is_plan(text: str | None) -> bool:
     """Whether a file plan.json is one of ours; the name is a usual one."""
     try:
-        fields = json.loads(text or "null")
+        fields = parse_json(text or "null")
     except ValueError:
         return False
     return isinstance(fields, dict) and {"version", "corpus", "num_tasks"} <= fields.keys()

@@ -30,9 +30,11 @@ from jaxtyping import Integer, UInt16
 from maxmars.config.errors import about, needs_extra
 from maxmars.distributed.files import (
     Workdir,
+    parse_json,
     read_json_object,
     read_text,
     reporting,
+    require_file,
     write_bytes,
     write_json,
 )
@@ -387,7 +389,7 @@ class JsonTokenizer:
         """The token of what is not in the vocabulary; beyond it where there is none."""
         model = self._tokenizer.model
         if not hasattr(model, "unk_token"):  # Unigram
-            number = json.loads(self._content)["model"].get("unk_id")
+            number = parse_json(self._content)["model"].get("unk_id")
         else:
             number = model.unk_token and self._tokenizer.token_to_id(model.unk_token)
         return number if isinstance(number, int) else self.vocab_size
@@ -610,6 +612,7 @@ def _read(place: Workdir) -> _Files:
             old = fields("description.json") or fields("meta.json")
             kind, end = old.get("name") or old.get("tokenizer"), old.get("eot_token")
         if file in names:
+            require_file(directory / file)
             content = (directory / file).read_bytes()
         elif _VOCABULARY in names:
             content = _from_vocabulary(directory, is_prefixed=settings.get("add_prefix_space"))
@@ -660,7 +663,7 @@ def _open(files: _Files, eot_token: str | None = None, *, built_in: bool = True)
     with about(files.place):
         if files.content is None:
             return _as_said(GPT2Tokenizer(), files, {END_OF_TEXT: GPT2Tokenizer.eot})
-        fields = json.loads(files.content)
+        fields = parse_json(files.content)
         vocabulary = _vocabulary(fields)
         token_of = {number: token for token, number in vocabulary.items()}
         ends = [number for number in _ids(files.generation) if number in token_of]
@@ -751,7 +754,7 @@ def _with_added(
     specials = {i: t.get("special", repr(t["content"]) in settings) for i, t in added.items()}
     needed = [i for i in added if not specials[i] or ends & {i, added[i]["content"]}]
     wanted = {added[i]["content"]: i for i in sorted(added) if i <= max(needed, default=-1)}
-    if wanted.items() <= _vocabulary(json.loads(content)).items():
+    if wanted.items() <= _vocabulary(parse_json(content)).items():
         return content
     with _library() as tokenizers:
         theirs = tokenizers.Tokenizer.from_str(content.decode())

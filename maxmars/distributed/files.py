@@ -19,6 +19,7 @@ import math
 import os
 import re
 import ssl
+import stat
 import threading
 import time
 import urllib.error
@@ -40,6 +41,7 @@ Workdir = Path | epath.Path
 """`pathlib.Path` on a disk, `epath.Path` in a bucket."""
 
 _BLOCK_BYTES = 1 << 20
+_LARGEST_TEXT = 1 << 28  # of a file that is read as a whole and does not grow by lines
 _UPLOAD_EVERY_S = 30.0
 _PROBE_S = 30.0
 _ANSWER_S = 10.0
@@ -278,18 +280,36 @@ def read_text(path: Workdir) -> str | None:
       OSError: it cannot be read.
       UnicodeDecodeError: it is not UTF-8.
     """
-    content = _read_bytes(path)
+    content = _read_bytes(path, _LARGEST_TEXT)
     with about(path):
         return None if content is None else content.decode()
 
 
-def _read_bytes(path: Workdir) -> bytes | None:
+def _read_bytes(path: Workdir, most: int | None = None) -> bytes | None:
     require_access(path)
     with reporting(path):
         try:
+            require_file(path, most)
             return path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
+
+
+def require_file(path: Workdir, most: int | None = _LARGEST_TEXT) -> None:
+    """Check that what is read as a whole from a disk ends, as a device or a pipe may not.
+
+    Raises:
+      ValueError: it is neither a regular file nor a directory, or has more than `most` bytes.
+      OSError: there is nothing.
+    """
+    if is_remote(path):
+        return
+    status = Path(path).stat()
+    with about(path):
+        if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
+            raise ValueError("it is no regular file; put one there.")
+        if most is not None and status.st_size > most:
+            raise ValueError(f"it has {status.st_size:,} bytes; no such file has over {most:,}.")
 
 
 def set_aside(path: Workdir, why: str = "damaged") -> Workdir:
@@ -403,8 +423,8 @@ def read_json_lines(path: Workdir, *keys: str) -> list[dict[str, Any]]:
     values, damaged = [], []
     for number, line in enumerate(lines, 1):
         value = None
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(line)  # bytes: JSON is UTF-8, anything else is a ValueError
+        with contextlib.suppress(ValueError):
+            value = parse_json(line)  # bytes: JSON is UTF-8, anything else is a ValueError
         if isinstance(value, dict) and all(key in value for key in keys):
             values.append(value)
         elif line.strip():
@@ -419,6 +439,18 @@ def _warn_of_damaged(path: str, count: int, first: int) -> None:
     _LOGGER.warning("%s: damaged lines skipped: %d, the first is line %d", path, count, first)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text of a file.
+
+    Raises:
+      ValueError: it is no JSON, or nested deeper than Python reads.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep to be read as JSON") from None
+
+
 def read_json(path: Workdir) -> Any:
     """The value in a JSON file; None if there is no file.
 
@@ -427,7 +459,7 @@ def read_json(path: Workdir) -> Any:
     """
     with about(path):
         text = read_text(path)
-        return None if text is None else json.loads(text)
+        return None if text is None else parse_json(text)
 
 
 def read_json_object(path: Workdir) -> dict[str, Any]:
@@ -438,7 +470,8 @@ def read_json_object(path: Workdir) -> dict[str, Any]:
       ValueError: it does not hold a JSON object.
     """
     with about(path):
-        return read_as(dict[str, Any], json.loads(path.read_bytes()))
+        require_file(path)
+        return read_as(dict[str, Any], parse_json(path.read_bytes()))
 
 
 def write_json(path: Workdir, value: Any) -> None:

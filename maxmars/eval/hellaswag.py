@@ -37,7 +37,7 @@ from maxmars.config.errors import about, needs_extra
 from maxmars.data.batches import SplitTokens
 from maxmars.data.rows import COMPRESSIONS, decompressed, reading
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
-from maxmars.distributed.files import cache_directory, replacing, sha256_of, write_text
+from maxmars.distributed.files import cache_directory, parse_json, replacing, sha256_of, write_text
 from maxmars.eval.loglikelihood import (
     Choices,
     LogLikelihoods,
@@ -102,7 +102,7 @@ def load_questions(
     questions = []
     for where, row in _rows(file):
         with about(f"{file}, {where}"):
-            fields = row if isinstance(row, dict) else json.loads(row)
+            fields = row if isinstance(row, dict) else parse_json(row)
             questions.append(_question(fields, len(questions)))
         if len(questions) == num_questions:
             break

@@ -81,7 +81,7 @@ def is_hf_directory(path: str | Path) -> bool:
     if any(next(directory.glob(f"{n}*"), None) for n in (WEIGHTS, "pytorch_model")):
         return True
     try:
-        return "model_type" in json.loads((directory / _CONFIG).read_bytes())
+        return "model_type" in read_json_object(directory / _CONFIG)
     except (OSError, ValueError, TypeError):
         return False
 

@@ -112,6 +112,26 @@ def test_json(tmp_path):
         files.read_text(tmp_path)
 
 
+@pytest.mark.parametrize("read", [files.read_json, files.read_json_object])
+def test_what_does_not_end_or_is_nested_too_deep_is_refused_in_a_line(tmp_path, read):
+    path = tmp_path / "config.json"
+    for content in ("[" * 10**6, '{"a": ' * 10**6, "[" * 10**6 + "]" * 10**6):
+        path.write_text(content)
+        with refused(ValueError, path):
+            read(path)
+    os.mkfifo(tmp_path / "pipe")
+    for endless in ("/dev/zero", "pipe"):
+        path.unlink()
+        path.symlink_to(endless)
+        with refused(ValueError, path):
+            read(path)
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(2**40)  # takes no space
+    with refused(ValueError, path):
+        read(path)
+
+
 def test_digest_and_cache(tmp_path, monkeypatch):
     content, blocks = os.urandom(3_000_000), []
     (tmp_path / "file").write_bytes(content)
