@@ -38,7 +38,7 @@ from maxmars.distributed.files import (
     write_bytes,
     write_json,
 )
-from maxmars.distributed.recorded_code import recorded_copy
+from maxmars.distributed.recorded_code import Part, recorded_copy
 
 COMPARISON = "compare.json"
 _ROWS = "rows.jsonl"
@@ -218,24 +218,24 @@ def _differences(
 def _keep_code(config: TrainConfig, workdir: Path) -> None:
     """Copy the Python files that a config names to where `with_kept_code` finds them."""
     for source in sources_in(config):
-        target = _kept(source, workdir)
         if source.as_it_is() == source:
-            write_bytes(target, source.text())
+            write_bytes(workdir / _kept_in(source) / Path(source.file).name, source.text())
 
 
-def _kept(source: Source, workdir: Path) -> Path:
-    return workdir / _SOURCES / (source.sha256 or "")[:16] / Path(source.file).name
+def _kept_in(source: Source) -> str:
+    return f"{_SOURCES}/{(source.sha256 or '')[:16]}"
 
 
-def with_kept_code(config: TrainConfig, workdir: Path) -> TrainConfig:
-    """The config of a comparison, with each function in the copy of its file in `workdir`.
+def with_kept_code(config: Part, workdir: Path) -> Part:
+    """A config of a comparison, or a part of one, with each function in the copy of its file in
+    `workdir`.
 
     Raises:
       ValueError: see `recorded_copy`.
     """
     way_out = "put that file back there, or compare the file as it is now in another --workdir"
     return with_sources(
-        config, lambda source: recorded_copy(source, _kept(source, workdir), way_out)
+        config, lambda source: recorded_copy(source, workdir, _kept_in(source), way_out)
     )
 
 

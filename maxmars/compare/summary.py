@@ -19,6 +19,7 @@ from maxmars.compare.cells import (
     Setting,
     read_comparison,
     read_results,
+    with_kept_code,
 )
 from maxmars.compare.curves import TRAINING_LOSS, Line, Logged, read_logged
 from maxmars.compare.grids import Number, value_of
@@ -147,6 +148,8 @@ class Summary:
     """What a comparison found."""
 
     comparison: Comparison
+    num_parameters: int
+    """Parameters of the model."""
     outcomes: tuple[Outcome, ...]
     num_missing: int
     """Cells that are known to be missing; more may follow from their losses."""
@@ -158,11 +161,6 @@ class Summary:
     """Every pair of contenders, by the mean losses."""
     environment: dict[str, Any]
     """Versions and devices of the first cell; empty before it."""
-
-    @property
-    def num_parameters(self) -> int:
-        """Parameters of the model."""
-        return Parameters(self.comparison.contenders[0].config.model).count
 
     def mark(self, *names: str) -> str:
         """What stands after a p value of these contenders: `MARK` where it says less than it
@@ -202,9 +200,11 @@ def summarize(workdir: Path) -> Summary:
                 cost=next((r.cost for r in own if r.cost), {}),
             )
         )
+    model = with_kept_code(comparison.contenders[0].config.model, workdir)
     p = {o.contender.name: o.best.test.p for o in outcomes if o.best and o.best.test}
     return Summary(
         comparison=comparison,
+        num_parameters=Parameters(model).count,
         outcomes=tuple(outcomes),
         num_missing=sum(len(search.next_cells) for search in searches.values()),
         digests={r.cell.seed: (r.initial_weights, r.tokens) for r in results.values()},

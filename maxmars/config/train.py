@@ -30,7 +30,7 @@ from maxmars.config.credentials import refuse_credentials
 from maxmars.config.data import DataConfig
 from maxmars.config.model import ModelConfig
 from maxmars.config.optimizer import OptaxConfig, OptimizerConfig
-from maxmars.config.user_code import Source, sources_in
+from maxmars.config.user_code import Source, relative_to, sources_in
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,6 +289,7 @@ def to_dict(config: Any) -> Any:
     if not dataclasses.is_dataclass(config):
         return config
     fields = {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    fields.pop("is_recorded", None)  # which is no part of a record
     return {"type": type(config).__name__} | fields
 
 
@@ -351,7 +352,10 @@ def from_dict(value: Any) -> Any:
             f"{name} sets packing=best_fit, which this maxmars does not have; train a new run with "
             "data.packing=split, or with GrainConfig(source='tools/examples/best_fit.py:windows')."
         )
-    return config_class(**fields)
+    if config_class is Source:
+        fields["is_recorded"] = True
+    with relative_to(None):
+        return config_class(**fields)
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:

@@ -35,6 +35,8 @@ class Source:
     """Its name; of an installed package `module:NAME`."""
     sha256: str | None
     """Of the file's text when the config was made, in hex. None if there was no such file."""
+    is_recorded: bool = field(default=False, compare=False)
+    """Whether a record names it: `load_function` then runs no file, only `recorded_copy` of it."""
 
     @classmethod
     def parse(cls, text: str, *, field: str = "source", example: str = "my_data.py:f") -> Source:
@@ -64,9 +66,13 @@ class Source:
                 f"{field}={str(parsed)!r} names a function of an installed package, which is "
                 f"possible for optimizer.make alone; name a file, as {example}."
             )
-        if not is_text or not parsed.file:
+        if not is_text:
             return parsed
-        return dataclasses.replace(parsed, file=str(_FOLDER.get() / parsed.file)).as_it_is()
+        if (folder := _FOLDER.get()) is None:
+            raise ValueError(f"{field}={source!r}: a record has the SHA-256 of each file of code.")
+        if not parsed.file:
+            return parsed
+        return dataclasses.replace(parsed, file=str(folder / parsed.file)).as_it_is()
 
     def as_it_is(self) -> Source:
         """The same function with the digest of the text that the file has now."""
@@ -126,12 +132,15 @@ def _read(path: Path, sha256: str) -> bytes:
     return text
 
 
-_FOLDER = contextvars.ContextVar("folder of the config file that is loaded", default=Path())
+_FOLDER = contextvars.ContextVar[Path | None](
+    "folder of the config file that is loaded", default=Path()
+)
 
 
 @contextlib.contextmanager
-def relative_to(folder: Path) -> Generator[None]:
-    """Within it, what names a file of the user's own is relative to this folder."""
+def relative_to(folder: Path | None) -> Generator[None]:
+    """Within it, what names a file of the user's own is relative to this folder; None for a record,
+    which names none by its path alone."""
     token = _FOLDER.set(folder)
     try:
         yield
@@ -170,6 +179,11 @@ def load_function(source: Source | str, *, field: str = "source") -> Callable[..
         exception was raised by the file's own code.
     """
     source = Source.of(source, field=field)
+    if source.is_recorded and not source.function.startswith(("optax:", "optax.")):
+        raise ValueError(
+            f"{field}={source!r} is named by a record, of which only copies in sources/ and "
+            "functions of optax run; train again with a FILE.py:NAME that imports it."
+        )
     if not source.file:
         return _of_package(*source.function.split(":"), field=field)
     path = Path(source.file)

@@ -1,7 +1,8 @@
 """The one rule for code that a record names: which text of a user's own function runs.
 
 Only the copy that the run keeps in its `sources/`, and only if that copy has the SHA-256 that was
-recorded. The rule covers the files that the record names, and not what these import.
+recorded; of installed packages only optax, which `load_function` looks at. The rule covers the
+files that the record names, and not what these import.
 """
 
 from __future__ import annotations
@@ -32,22 +33,24 @@ def recorded_code(part: Part, run: Workdir, folder: str) -> Part:
         "put that file back there, or train with the file as it is now: `maxmars train CONFIG "
         f"--init-from {run}`"
     )
-    return with_sources(
-        part, lambda source: recorded_copy(source, run / folder / Path(source.file).name, way_out)
-    )
+    return with_sources(part, lambda source: recorded_copy(source, run, folder, way_out))
 
 
-def recorded_copy(source: Source, kept: Workdir, way_out: str) -> Source:
-    """A function in the copy `kept` of its file; for a bucket, in a copy of that on the disk.
+def recorded_copy(source: Source, run: Workdir, folder: str, way_out: str) -> Source:
+    """A function in the copy of its file that `run` keeps in `folder`; for a bucket, in a copy of
+    that on the disk.
 
     Raises:
-      ValueError: the copy is missing, or has another SHA-256 than `source`. The message ends with
-        `way_out`.
+      ValueError: the copy is missing, lies outside of `run` by a link, or has another SHA-256 than
+        `source`. The message ends with `way_out`.
     """
-    text = kept.read_bytes() if kept.is_file() else b""
+    kept = run / folder / Path(source.file).name
+    is_inside = is_remote(kept) or Path(kept).resolve().is_relative_to(Path(run).resolve())
+    text = kept.read_bytes() if is_inside and kept.is_file() else b""
     sha256 = hashlib.sha256(text).hexdigest()
     if sha256 != source.sha256:
         found = f"has the SHA-256 {sha256[:16]}" if kept.is_file() else "is missing"
+        found = found if is_inside else "is a link to elsewhere"
         recorded = (source.sha256 or "none")[:16]
         raise ValueError(
             f"{kept} {found}, and the record says {recorded}: code that a record names runs only "
@@ -56,4 +59,4 @@ def recorded_copy(source: Source, kept: Workdir, way_out: str) -> Source:
     if is_remote(kept):
         kept = cache_directory() / "sources" / sha256 / kept.name
         write_bytes(kept, text)
-    return dataclasses.replace(source, file=str(kept))
+    return dataclasses.replace(source, file=str(kept), is_recorded=False)

@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int, Integer
 from maxmars.checkpoint import Checkpoint, candidates, find, load_params, read
 from maxmars.config import GPT2Config, MeshConfig, ModelConfig, from_dict
 from maxmars.config.checks import require
-from maxmars.config.errors import EXTERNAL_ERRORS, in_words
+from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
 from maxmars.config.mesh import check_mesh_divides_model
 from maxmars.config.user_code import Source
 from maxmars.data import tokenizer as tokenizers
@@ -192,8 +192,8 @@ class RunTarget:
         return self.checkpoints.parent
 
     def config(self) -> ModelConfig:
-        """The configuration of the model, as it was trained."""
-        return read(self.checkpoints, self.step).config.model
+        """The configuration of the model, to use it here; see `config_to_run`."""
+        return self.config_to_run(read(self.checkpoints, self.step))
 
     def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer that the run was trained with.
@@ -234,8 +234,9 @@ class RunTarget:
         Raises:
           ValueError: see `recorded_code`.
         """
-        record = read_json(self.workdir / CONFIG) or {}
-        own = from_dict(record.get("eval", {}).get("own"))
+        record = read_json(self.workdir / CONFIG)
+        with about(self.workdir / CONFIG):
+            own = from_dict(record["eval"]).own if record else None
         return recorded_code(own or (), self.workdir, EVAL_SOURCE)
 
     def name(self, stored: Checkpoint) -> str:

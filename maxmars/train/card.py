@@ -17,7 +17,7 @@ import yaml
 from maxmars.checkpoint import Checkpoint
 from maxmars.checkpoint.journal import read_journal
 from maxmars.checkpoint.reader import DamagedError
-from maxmars.config import to_dict
+from maxmars.config import ModelConfig, to_dict
 from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
 from maxmars.config.numbers import short
@@ -32,7 +32,6 @@ from maxmars.train.journal import began_in, lines_to, trajectory
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import (
     evaluated_in_words,
-    own_evaluation_params,
     summarize_rules,
 )
 
@@ -87,7 +86,7 @@ def write_card(
       OSError: the disk is full.
     """
     stored = exported.origin if isinstance(exported.origin, Checkpoint) else None
-    training = [] if stored is None else _training(stored)
+    training = [] if stored is None else _training(stored, exported.config)
     scores = [] if stored is None else [*_scores_of_run(stored)]
     scores += [score for report in reports for score in _scores_of_report(exported, report)]
     license_fields, license_text = _license(directory, exported)
@@ -130,8 +129,8 @@ def _run_of(stored: Checkpoint) -> Workdir:
     return resolve(stored.path).parent.parent
 
 
-def _training(stored: Checkpoint) -> list[tuple[str, Any]]:
-    """Names and values of what the run recorded up to the checkpoint."""
+def _training(stored: Checkpoint, model: ModelConfig) -> list[tuple[str, Any]]:
+    """Names and values of what the run recorded up to the checkpoint of a model."""
     config, here, run = stored.config, stored.environment, _run_of(stored)
     mesh = " ".join(f"{axis}={size}" for axis, size in here["mesh"].items())
     began = began_in(trajectory(lines_to(read_journal(run), stored.journal) or []))
@@ -139,16 +138,13 @@ def _training(stored: Checkpoint) -> list[tuple[str, Any]]:
     first = first.replace("/checkpoints/", ", step ")
     losses = {row["step"]: row["train/loss"] for row in read_metrics(run) if "train/loss" in row}
     settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
-    parameters = Parameters(config.model)
-    is_named = own_evaluation_params(config.optimizer, parameters) is not None
-    exported = config.ema_decay is not None or is_named
     commands = {line["command"] or "a call in Python": line["step"] for line in reversed(began)}
     return [
         ("steps", f"{stored.step:,} of {config.num_steps:,}, {stored.tokens:,} tokens"),
         ("batch", f"{config.global_batch_size:,} sequences of {config.model.max_seq_len:,} tokens"),
-        ("optimizer", summarize_rules(config.optimizer, parameters)),
+        ("optimizer", summarize_rules(config.optimizer, Parameters(model))),
         ("settings", ", ".join(f"{k}={v}" for k, v in settings.items())),
-        *([("weights", evaluated_in_words(config))] if exported else []),
+        *([("weights", evaluated_in_words(config))] if stored.has_evaluation_params else []),
         ("schedule", f"{config.schedule.warmup_steps:,} steps up, then {config.schedule.decay}"),
         *(
             (f"data {p['name']}", f"{p['num_tokens']:,} tokens of {p['source']}")

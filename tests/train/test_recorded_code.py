@@ -3,10 +3,15 @@ names like those of credentials, and their code runs only from the copies that t
 
 import json
 import shutil
+import timeit
 
+import optax
 import pytest
 
+from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
+from maxmars.config import OptaxConfig, from_dict, to_dict
+from maxmars.config.user_code import load_function
 
 OWN = """
 import grain, numpy, optax
@@ -105,3 +110,82 @@ def test_what_runs_no_recorded_code_needs_none(run, tmp_path, capsys):
     assert "one trajectory" in printed
     assert all(str(copy / folder / "own.py") in printed for folder in COMMANDS)
     train(run, "--workdir", str(tmp_path / "new"), "--init-from", str(copy))
+
+
+FOREIGN = """
+import pathlib
+
+pathlib.Path(__file__).with_name("it ran").touch()
+
+def make(*args, **options):
+    raise ValueError("it ran")
+"""
+QUESTION = {"ind": 0, "activity_label": "A", "ctx_a": "B.", "ctx_b": "c", "ctx": "B. c"}
+QUESTION |= {"endings": ["d", "e", "f", "g"], "label": 0, "split": "val", "source_id": "a"}
+
+
+def record(run, change):
+    """Change the config in a run's config.json and checkpoints, which its journal would tell of."""
+    (run / "journal.jsonl").unlink()
+    for path in [run / "config.json", *run.glob("checkpoints/*/meta/data.json")]:
+        fields = json.loads(path.read_text())
+        if path.name == "config.json":
+            change(fields)
+        else:
+            change(fields["config"])
+            fields["checksum"] = checksum(fields)
+        path.write_text(json.dumps(fields))
+
+
+@pytest.mark.seconds
+@pytest.mark.parametrize("way", ["text", "missing text", "link", "model", "optimizer"])
+def test_no_command_runs_a_file_that_only_a_record_names(run, way, tmp_path, capsys):
+    foreign, copy = tmp_path / "foreign.py", shutil.copytree(run, tmp_path / "run")
+    foreign.write_text(FOREIGN)
+    source = {"type": "Source", "file": str(foreign), "function": "make", "sha256": None}
+    command = ["eval", str(copy), "--num-processes", "1", "--tasks", "own"]
+    if way == "text":
+        record(copy, lambda config: config["eval"].update(own=[f"{foreign}:make"]))
+    elif way == "missing text":
+        record(copy, lambda config: config["eval"].update(own=[source]))
+    elif way == "link":
+        (copy / "sources" / "eval" / "own.py").rename(foreign)
+        (copy / "sources" / "eval" / "own.py").symlink_to(foreign)
+    elif way == "model":
+        model = {"type": "ModuleConfig", "make": source, "vocab_size": 257, "max_seq_len": 16}
+        record(copy, lambda config: config.update(model=model))
+        (tmp_path / "questions.jsonl").write_text(json.dumps(QUESTION) + "\n")
+        command[-1:] = ["hellaswag", "--hellaswag.path", str(tmp_path / "questions.jsonl")]
+    else:
+        record(copy, lambda config: config["optimizer"].update(make=source, options={}))
+        command = ["export", str(copy), str(tmp_path / "out")]
+    if way == "optimizer":  # whose record alone stands in the card
+        main(command)
+    else:
+        with pytest.raises(SystemExit) as stop:
+            main(command)
+        assert stop.value.code == 1
+        named = foreign if way == "text" else copy / "sources"
+        assert str(named) in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "it ran").exists()
+
+
+@pytest.mark.seconds
+def test_an_export_needs_no_file_of_before(run, tmp_path):
+    moved = shutil.copytree(run, tmp_path / "run")
+    own = run.parent / "own.py"
+    own.rename(tmp_path / "own.py")
+    try:
+        main(["export", str(moved), str(tmp_path / "out")])
+    finally:
+        (tmp_path / "own.py").rename(own)
+    assert "own.py" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_of_installed_packages_a_record_runs_optax_alone():
+    config = OptaxConfig(make="optax:adam", learning_rate=1e-3)
+    assert load_function(from_dict(to_dict(config)).make, field="optimizer.make") is optax.adam
+    config = OptaxConfig(make="timeit:timeit", learning_rate=1e-3)
+    assert load_function(config.make, field="optimizer.make") is timeit.timeit
+    with pytest.raises(ValueError, match=r"timeit:timeit.*record"):
+        load_function(from_dict(to_dict(config)).make, field="optimizer.make")
