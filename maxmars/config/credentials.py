@@ -13,16 +13,27 @@ from typing import Any
 
 from maxmars.config.checks import UsageError
 
-_NAME = re.compile(
-    r"(.*_)?(password|passwd|secret|credentials?|api_key|private_key"
-    r"|access_token|auth_token|hf_token)"
+_NAMES = (
+    r"(?:password|passwd|secret|credentials?|api[_-]?key|private[_-]?key"
+    r"|(?:access|auth|hf)[_-]?token)"
 )
+_NAME = re.compile(rf"(.*_)?{_NAMES}")
 _LOGIN = re.compile(r"://[^\s/?#\"'<>]+@")
 _TEXTS = {
     "a token of the Hugging Face hub": re.compile(r"\bhf_[A-Za-z0-9]{16}"),
-    "an API key": re.compile(r"\bsk-[\w-]*[A-Za-z0-9]{16}"),
-    "an access key of AWS": re.compile(r"\bAKIA[0-9A-Z]{16}"),
-    "a header with a token": re.compile(r"\bBearer\s+[\w.~+/=-]{6}"),
+    "a token of GitHub, GitLab or Slack": re.compile(
+        r"\b(gh[a-z]_|github_pat_|glpat-|xox[a-z]-)[\w-]{12}"
+    ),
+    "an API key": re.compile(r"\b(sk-[\w-]*[A-Za-z0-9]{16}|AIza[\w-]{35})"),
+    "an access key of AWS": re.compile(r"\bA[KS]IA[0-9A-Z]{16}"),
+    "a private key": re.compile(r"-BEGIN [A-Z ]*PRIVATE KEY"),
+    "a signed token": re.compile(r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}"),
+    "a header with a token": re.compile(
+        r"(?i:\bAuthorization[\"']?\s*[:=]\s*[\"']?\w)|\bBearer\s+[\w.~+/=-]{6}"
+        r"|(?i:\bbearer\s+(?=\S*\d)\S{8})"
+    ),
+    # Of a query, a connection or a header; a template's `password: {x}` is none.
+    "a value of {}": re.compile(rf"(?i)(?<![^\W_])({_NAMES})[\"']?\s*[:=]\s*[\"']?[^\s\"'<{{|]"),
 }
 
 
@@ -56,8 +67,8 @@ def refuse_credentials(value: Any, name: str) -> None:
                 "the environment in your own function."
             )
         for what, pattern in _TEXTS.items():
-            if pattern.search(value):
-                raise UsageError(_refusal(name, f"looks like {what}"))
+            if (found := pattern.search(value)) is not None:
+                raise UsageError(_refusal(name, f"looks like {what.format(*found.groups())}"))
 
 
 def _is_credential(name: str) -> bool:

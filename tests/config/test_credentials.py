@@ -1,5 +1,7 @@
 """Options of own functions: which names and texts are credentials, and are refused."""
 
+import json
+
 import pytest
 from refusals import refused
 
@@ -65,6 +67,9 @@ def test_honest_options_are_recorded_as_they_are():
         "model": "hf:OWNER/NAME@main",
         "directory": "runs/hf_gpt2_small/task-with-a-long-name-of-many-words",
         "prefix": "The Bearer of",
+        "prompt": "the bearer carries on. Authorization is needed; enter your password:",
+        "template": "User: {user} Password: {password} api_key=<key>",
+        "text": "token=<answer>, sort_key: x, tokens=3, the secret of eyJ",
     }
     honest = config(**options)
     assert from_dict(to_dict(honest)).data.options == options
@@ -90,6 +95,20 @@ def test_honest_options_are_recorded_as_they_are():
         ({"model": f"sk-proj-{KEY}"}, "data.options.model"),
         ({"user": "AKIAIOSFODNN7EXAMPLE"}, "data.options.user"),
         ({"headers": {"Authorization": f"Bearer {CANARY}"}}, "data.options.headers.Authorization"),
+        ({"header": "Authorization: Bearer X"}, "data.options.header"),
+        ({"header": f"authorization=Basic {CANARY}"}, "data.options.header"),
+        ({"header": json.dumps({"Authorization": f"token {CANARY}"})}, "data.options.header"),
+        ({"header": f"bearer {CANARY}1"}, "data.options.header"),
+        ({"header": f"X-Api-Key: {CANARY}"}, "Api-Key"),
+        ({"url": f"https://host/x?size=3&access_token={CANARY}"}, "access_token"),
+        ({"database": f"host=db password='{CANARY}'"}, "password"),
+        ({"hub": [f"ghp_{KEY}"]}, "data.options.hub"),
+        ({"hub": f"github_pat_{KEY}"}, "data.options.hub"),
+        ({"hub": f"glpat-{KEY}"}, "data.options.hub"),
+        ({"chat": f"xoxb-{KEY}"}, "data.options.chat"),
+        ({"user": "ASIAIOSFODNN7EXAMPLE"}, "data.options.user"),
+        ({"key": f"-----BEGIN OPENSSH PRIVATE KEY-----\n{KEY}"}, "data.options.key"),
+        ({"login": f"eyJ{KEY}.eyJ{KEY}.{KEY}"}, "data.options.login"),
         ({"url": f"https://me:{CANARY}@host:443/x?size=3"}, "data.options.url"),
         ({"url": f"https://{CANARY}@host"}, "data.options.url"),
     ],
