@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from maxmars.cli.memory import keep_freed_memory
 from maxmars.cli.output import standard_streams
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
+_MOST_SHOWN = 200  # characters of a word
 
 
 class Command(NamedTuple):
@@ -90,7 +92,7 @@ def _run(argv: list[str]) -> int:
             error.add_note("sys.exit ends the command; raise an exception there")
         is_external = isinstance(error, (*EXTERNAL_ERRORS, SystemExit)) or _is_out_of_memory(error)
         if is_external and os.environ.get("MAXMARS_TRACEBACK") != "1":
-            code = _report(error)
+            code = _report(error, argv)
         elif _is_one_of_several():
             traceback.print_exc()
             code = 1
@@ -120,7 +122,8 @@ def _dispatch(argv: list[str]) -> int:
         except ModuleNotFoundError as error:  # of an extra's package it would be raised later
             _print_error(
                 f"there is no package {error.name}, which `maxmars {name}` needs: this maxmars was "
-                "installed for maxmars.optim alone. Install it again without --no-deps."
+                "installed for maxmars.optim alone. Install it again without --no-deps.",
+                argv,
             )
             return 1
         return getattr(module, command.function)(rest)
@@ -133,7 +136,8 @@ def _dispatch(argv: list[str]) -> int:
     if name:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f" Did you mean `{close[0]}`?" if close else ""
-        _print_error(f"there is no command `{name}`.{hint} The commands are {', '.join(COMMANDS)}.")
+        known = ", ".join(COMMANDS)
+        _print_error(f"there is no command `{name}`.{hint} The commands are {known}.", argv)
     else:
         print(_help_text(), file=sys.stderr)
     return 2
@@ -177,7 +181,7 @@ def _stay_on_the_cpu_without_chips() -> None:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def _report(error: BaseException) -> int:
+def _report(error: BaseException, argv: list[str]) -> int:
     """Print an error as one line; returns the exit code."""
     from maxmars.config.checks import UsageError
     from maxmars.config.errors import in_words, place_in_own_file
@@ -193,7 +197,7 @@ def _report(error: BaseException) -> int:
         )
     elif not (place_in_own_file(error) or _is_raised_here(error)):
         message = f"{message} (MAXMARS_TRACEBACK=1 shows where this was raised)"
-    _print_error(message)
+    _print_error(message, argv)
     return 2 if isinstance(error, UsageError) else 1
 
 
@@ -216,8 +220,14 @@ def _is_one_of_several() -> bool:
     return jax is not None and jax.distributed.is_initialized()
 
 
-def _print_error(message: str) -> None:
-    print(f"maxmars: error: {message}", file=sys.stderr)
+def _print_error(message: str, argv: list[str]) -> None:
+    """Print an error as one line, with 200 characters at most of each word of the command line."""
+    for word in argv:
+        for part in (word, word.partition("=")[2], *re.split("[=,:]", word)):
+            for shown in (part, repr(part)[1:-1]):
+                if len(shown) > _MOST_SHOWN:
+                    message = message.replace(shown, f"{shown[:_MOST_SHOWN]}...")
+    print("maxmars: error: " + "\\n".join(message.splitlines()), file=sys.stderr)
 
 
 def _help_text() -> str:

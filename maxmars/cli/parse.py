@@ -31,6 +31,7 @@ from maxmars.config.train import TrainConfig
 from maxmars.config.user_code import Source
 
 HELP = ("-h", "--help", "--help-all")
+_OPTION = re.compile(r"--\w[\w.-]*")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,7 +212,7 @@ def parse_options(
         name, equals, value = flag.partition("=")  # a value may be a secret
         after = argv[argv.index(flag) + 1 :] if flag in argv else []
         value = value if equals else next((word for word in after[:1] if word[:1] != "-"), None)
-        hint = meant(name, value) or _option_meant(name, options_of(arguments, default))
+        hint = meant(name, value) or _option_meant(name, _all_options(arguments, default, ""))
         raise UsageError(f"`{prog}` has no option {name}{hint}; see `{prog} --help`.")
     return parsed
 
@@ -231,7 +232,7 @@ def _refuse_credentials(argv: Sequence[str], prog: str) -> None:
 
 def options_of(arguments: type[Any], default: Any = None) -> list[str]:
     """The options that a command takes, such as `--data.path`."""
-    return re.findall(r"--\w[\w.-]*", _all_options(arguments, default, ""))
+    return _OPTION.findall(_all_options(arguments, default, ""))
 
 
 def _all_options(arguments: type[Any], default: Any, prog: str) -> str:
@@ -254,9 +255,13 @@ def _call_tyro(words: Sequence[str], arguments: type[Any], default: Any, prog: s
     )
 
 
-def _option_meant(name: str, flags: Sequence[str]) -> str:
+def _option_meant(name: str, options: str) -> str:
     """A hint at the option whose last word is most like that of an unknown one, "" if none is."""
+    positive = re.sub(r"(--|\.)no-", r"\1", name, count=1)
+    if f"{positive} True|False" in options:
+        return f" (did you mean `{positive} False`?)"
     group, _, leaf = name.rpartition(".")
+    flags = _OPTION.findall(options)
     leaves = [flag.rpartition(".")[2].lstrip("-") for flag in flags]
     for near in difflib.get_close_matches(leaf.lstrip("-"), leaves, n=1):
         alike = [flag for flag in flags if re.search(rf"[.-]{near}$", flag)]

@@ -266,6 +266,30 @@ def test_what_is_wrong_is_named_in_one_line(row, call, tmp_path):
     assert [part for part in named if part not in error] == []
 
 
+@pytest.mark.parametrize("option", ["model.use-bias", "data.verify"])
+def test_a_negated_boolean_is_told_the_option_with_its_value(option, call):
+    group, leaf = option.split(".")
+    for word in (f"--no-{option}", f"--{group}.no-{leaf}"):
+        assert f"--{option} False" in refusal(call, ["train", "quickstart", word])
+
+
+@pytest.mark.parametrize("text", ["9x", "a b", "9\n", "\u2028é"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "quickstart", "--num-steps", "TEXT"],
+        ["train", "quickstart", "--model.attention=TEXT"],
+        ["train", "TEXT"],
+        ["train", "quickstart:optimizer=TEXT,data=x"],
+        ["train", "quickstart:TEXT"],
+        ["TEXT"],
+    ],
+)
+def test_a_refusal_shows_200_characters_of_a_value_on_one_line(words, text, call):
+    said = refusal(call, [word.replace("TEXT", 999 * text) for word in words])
+    assert 200 < len(said) < 800  # with the rule, the way out, and of a CONFIG the part of it
+
+
 def test_the_value_of_an_unknown_option_is_not_told(call):
     """It may be a credential, and schedulers keep what a job printed."""
     for words in (["--data.options.api-keyy", "hunter2"], ["--data.options.api-keyy=hunter2"]):
