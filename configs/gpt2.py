@@ -25,7 +25,8 @@ Where the values come from (XL and tiny take large's and small's where nobody pu
 * adamw, mars, mars_exact: the official repository.
 * muon: the official repository, which gives Muon to wte and wpe too; `--optimizer.embeddings adamw`
   is Keller Jordan's. There the norms' rate ends at the minimum as well; here one schedule
-  multiplies both rates, so theirs ends lower.
+  multiplies both rates, so theirs ends lower. There the norms decay by the rate after AdamW's
+  correction of the bias, rate sqrt(1 - b2^t) / (1 - b1^t), here by the rate itself.
 * mars_m, moonlight: the MARS-M repository, with the decay of 0.1 of its README (its shipped configs
   say 0.01) on every parameter.
 * sophia: Sophia's repository, with its own minimum; microbatch gradients are averaged, not summed.
@@ -37,10 +38,21 @@ Where the values come from (XL and tiny take large's and small's where nobody pu
 * ademamix: the repository's values; the rates of the larger sizes are to AdamW's as small's.
 * `optimizer=my_optim.py:make` or `optimizer=optax.contrib:adopt`: AdamW's rate.
 * mars_lion, mars_shampoo: rates by rules of thumb, not published for these runs.
-* 6.7b, 13b: width, depth, heads of 128, context, tokens a step, AdamW's rate and its end, and the
-  clip of mean gradients are GPT-3's (arXiv 2005.14165; its 13B has 5,140 columns, here 40 heads of
-  128 fill 5,120). Nobody has published MARS at these sizes: MARS has ten times AdamW's rate, Muon
-  and MARS-Shampoo 33 times, the others XL's values. Take them as a start for a search.
+* 6.7b, 13b: width, depth, heads of 128, context, tokens a step, AdamW's rate and its end, betas,
+  decay, and the clip of mean gradients are GPT-3's (arXiv 2005.14165). Nobody has published MARS at
+  these sizes: MARS has ten times AdamW's rate, Muon and MARS-Shampoo 33 times, the others XL's
+  values. Take them as a start for a search.
+
+What differs from GPT-3 at 6.7b and 13b:
+
+* its 13B has 5,140 columns; here 40 heads of 128 fill 5,120.
+* attention: every second layer there sees a band alone; here all layers see all tokens before.
+* biases, 50,257 rows of vocabulary, and logits of attention that no layer's index scales: there;
+  here as at the other sizes (below).
+* schedule: it warms up over 375M tokens (180 steps), decays over 260B and ends after 300B; here
+  2,000 steps (4.2B tokens) of warmup and 100,000 steps (210B) of decay, as at the other sizes.
+* its batch grows from 32,000 tokens over the first 4B to 12B; here it is whole from the start.
+* data: it is Common Crawl, WebText2, books and Wikipedia; here one of `data`.
 
 What differs from the official runs, beside what is said of the optimizers:
 

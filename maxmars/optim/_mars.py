@@ -620,6 +620,7 @@ def muon(
       momentum: decay of the momentum, in (0, 1).
       nesterov: look one step ahead.
       eps: added to the root of AdamW's second moment.
+      ns_eps: added to the norm of the momentum as the official code has it, a sum; None is 1e-7.
       vector_learning_rate: learning rate of vectors and embeddings; None takes the matrices', which
         is mostly too high for AdamW: orthogonalised updates take rates near 0.02.
       vector_learning_rate_scale: instead, their learning rate as a multiple of `learning_rate`;
@@ -650,7 +651,8 @@ def muon(
         matrix_specs=matrix_specs,
         ns_steps=ns_steps,
         ns_coefficients=ns_coefficients,
-        ns_eps=ns_eps,
+        # The official momentum is a sum, and its eps stands beside that.
+        ns_eps=(1e-7 if ns_eps is None else ns_eps) * (1 - momentum),
         ns_dtype=ns_dtype,
         ns_scale=ns_scale,
         mesh=mesh,

@@ -45,11 +45,9 @@ def mars_options(details):
 def official_optimizer(details, rate, specs, ns_dtype):
     """Our optimizer for the official one of a case."""
     arguments = details["kw"]
-    # The momentum of Muon is a sum there and a mean here, and eps stands beside its norm.
-    ns = {"ns_dtype": ns_dtype, "ns_eps": 1e-7 * (1 - 0.95)}
     match details["kind"]:
         case "muon":
-            return muon(rate, matrix_specs=specs, **arguments, **ns)
+            return muon(rate, matrix_specs=specs, ns_dtype=ns_dtype, **arguments)
         case "moonlight":
             b1, b2 = arguments["adamw_betas"]
             return moonlight(
@@ -61,7 +59,7 @@ def official_optimizer(details, rate, specs, ns_dtype):
                 vector_b1=b1,
                 vector_b2=b2,
                 ns_steps=arguments["ns_steps"],
-                **ns,
+                ns_dtype=ns_dtype,
             )
         case "soap":
             return soap(
