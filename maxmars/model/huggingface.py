@@ -62,7 +62,7 @@ _DEFAULTS = {"layer_norm_epsilon": 1e-5, "scale_attn_by_inverse_layer_idx": Fals
 _OURS = "maxmars"
 """Key in config.json of the fields of GPT2Config that Hugging Face's GPT-2 does not have."""
 _OUR_FIELDS = ("use_bias", "vocab_pad_multiple")
-_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh")
+_GELU_TANH = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")  # apart by 1e-12
 # Any other value of these fields is a model with other logits.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
