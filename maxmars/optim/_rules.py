@@ -101,8 +101,8 @@ def stepped(
 
 
 def asks_whole_tree(make: Optimizer) -> Optimizer:
-    """The optimizer `make`; functions `matrix_specs` and `mask` are called with all parameters, and
-    init checks that the mask covers these.
+    """The optimizer `make`; functions `matrix_specs` and `mask` are called with all parameters, in
+    an update without them with all updates, and init checks that the mask covers these.
 
     The parts of `by_kind` have `MaskedNode`s for the parameters of other kinds.
     """
@@ -133,7 +133,8 @@ def asks_whole_tree(make: Optimizer) -> Optimizer:
         def update_fn(
             updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
         ) -> tuple[Tree, Tree]:
-            return of(updates).update(updates, state, params, **extra_args)
+            tree = updates if params is None else params
+            return of(tree).update(updates, state, params, **extra_args)
 
         return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
