@@ -194,9 +194,12 @@ def reading(path: str) -> Generator[None]:
             is_readers = not isinstance(error, OSError) or error.errno is None
             if (is_remote(path) and type(error) is OSError) or not is_readers:
                 raise  # the disk's or the bucket's
-            raise ValueError(
-                f"it is damaged or cut short ({error}); copy or download it again."
-            ) from error
+            what = "damaged or cut short"
+            if "too much memory" in str(error):  # zstd's, of the frame's header
+                what = (
+                    "compressed with a window over 128 MB (zstd again with --long=27), or damaged"
+                )
+            raise ValueError(f"it is {what} ({error}); copy or download it again.") from error
 
 
 def decompressed(raw: io.BufferedReader, compression: str) -> io.BufferedReader:

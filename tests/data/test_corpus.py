@@ -149,6 +149,9 @@ def test_fingerprints_follow_the_files(tmp_path):
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "cut short"),
         ("a.jsonl.gz", b"no gzip", "damaged"),
         ("a.jsonl.zst", b"no zstd", "damaged"),
+        # Frames of a byte with windows of 2^28 and 2^31 bytes, as of zstd --long.
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00\x90\x09\x00\x00a", "--long=27"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00\xa8\x09\x00\x00a", "--long=27"),
         ("a.jsonl.zst", lambda: compress_zstd(b'{"text": "a"}\n' * 1000)[:-5], "cut short"),
         ("a.parquet", b"no parquet", "parquet"),
         ("a.doc", b"a,b", ".jsonl"),
