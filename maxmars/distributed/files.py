@@ -497,12 +497,14 @@ def sha256_of(path: Workdir, progress: Callable[[int], None] = lambda num_bytes:
 
 
 def cache_directory() -> Path:
-    """Directory of downloads and prepared data: MAXMARS_CACHE, by default ~/.cache/maxmars.
+    """Directory of downloads and prepared data: MAXMARS_CACHE, by default `maxmars` in
+    XDG_CACHE_HOME, which is by default ~/.cache.
 
     Raises:
       PermissionError: it cannot be made, as in a container whose user has no home.
     """
-    place = os.environ.get("MAXMARS_CACHE") or "~/.cache/maxmars"
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    place = os.environ.get("MAXMARS_CACHE") or f"{caches}/maxmars"
     try:
         path = Path(place).expanduser()
         path.mkdir(parents=True, exist_ok=True)

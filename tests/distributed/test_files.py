@@ -141,12 +141,16 @@ def test_digest_and_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert files.cache_directory() == tmp_path / "there"
     monkeypatch.delenv("MAXMARS_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert files.cache_directory() == tmp_path / "caches" / "maxmars"
+    monkeypatch.delenv("XDG_CACHE_HOME")
     assert files.cache_directory() == tmp_path / ".cache" / "maxmars"
 
 
 def test_a_home_that_cannot_be_written(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HOME", "/proc/nobody")
-    monkeypatch.delenv("MAXMARS_CACHE", raising=False)
+    for name in ("MAXMARS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(SystemExit) as stopped:
         cli.main(
             ["train", "quickstart", "--workdir", str(tmp_path / "run"), "--num-processes", "1"]
