@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import codecs
 import contextlib
+import functools
 import glob
 import hashlib
 import io
@@ -359,22 +360,24 @@ def _matches_in_bucket(pattern: str) -> dict[str, tuple[int, str]]:
 
 
 def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
-    """As `_matches`; links are followed, which the glob of fsspec leaves out."""
+    """As `_matches`; links are followed, which the glob of fsspec leaves out. A file counts once,
+    by its own name or else the shortest."""
     path = os.path.abspath(pattern)
     if os.path.isdir(path):
         raise _no_directory(glob.escape(pattern), os.walk(path))
     names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
-    if "**" in pattern:  # a link to a directory above leads to the same names again and again
-        names.sort(key=len, reverse=True)
-        real = [(os.path.realpath(os.path.dirname(n)), os.path.basename(n)) for n in names]
-        names = list(dict(zip(real, names, strict=True)).values())  # the shortest of each
-    broken = [name for name in names if not os.path.exists(name)]
+    real, once = functools.cache(os.path.realpath), {}
+    for name in sorted(names, key=lambda name: (os.path.islink(name), len(name), name)):
+        folder, last = os.path.split(name)
+        place = os.path.join(real(folder), last)
+        once.setdefault(real(place) if os.path.islink(name) else place, name)
+    broken = [name for name in once.values() if not os.path.exists(name)]
     if broken:
         raise FileNotFoundError(
             f"{min(broken)} is a link to a file that is not there; restore the file or delete the "
             "link."
         )
-    status = {name: os.stat(name) for name in names if os.path.isfile(name)}
+    status = {name: os.stat(name) for name in once.values() if os.path.isfile(name)}
     return {name: (of_file.st_size, str(of_file.st_mtime)) for name, of_file in status.items()}
 
 

@@ -65,6 +65,14 @@ def test_links_are_read_like_files_and_directories(tmp_path):
     pattern = f"{tmp_path}/texts [[]1]/**/*.txt"
     assert all_documents(TextFiles([pattern])) == [("a.txt", "linked"), ("deep/b.txt", "deep")]
     assert all_documents(TextFiles([str(texts / "a.txt")])) == [("a.txt", "linked")]
+    (texts / "again.txt").symlink_to(texts / "a.txt")
+    (texts / "own.txt").write_text("own")
+    (texts / "o.txt").symlink_to("own.txt")
+    for names in ("*.txt", "[ao]*.txt"):  # a file counts once
+        found = all_documents(TextFiles([f"{tmp_path}/texts [[]1]/{names}"]))
+        assert found == [("a.txt", "linked"), ("own.txt", "own")]
+    for name in ("again.txt", "own.txt", "o.txt"):
+        (texts / name).unlink()
     with refused(IsADirectoryError, "texts [[]1]/**"):
         TextFiles([str(texts)])
     (store / "blob").unlink()
