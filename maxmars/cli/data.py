@@ -216,9 +216,19 @@ def _prepare(arguments: PrepareArguments) -> int:
         print(f"of the first texts, {metadata.loss}")
     if metadata.skipped is not None:
         print(f"left out {metadata.skipped}")
+    if metadata.repeated is not None:
+        print(f"warning: {_in_both(metadata)}", file=sys.stderr)
     tokens = {name: split.num_tokens for name, split in metadata.splits.items()}
     print(training_command(arguments.out, tokens, metadata.tokenizer))
     return 0
+
+
+def _in_both(metadata: Metadata) -> str:
+    count = metadata.splits["val"].num_documents
+    return (
+        f"{metadata.repeated:,} of {count:,} documents of val are in train too, token for token, "
+        "which makes the validation loss too low"
+    )
 
 
 def training_command(path: str, tokens: Mapping[str, int], tokenizer: str) -> str:
@@ -353,6 +363,7 @@ def _print_summary(
         "tokenizer": f"{first.tokenizer}, vocabulary of {first.vocab_size:,}",
         "digest": first.tokenizer_digest,
         "left out": metadata and metadata.skipped,
+        "repeated": metadata and metadata.repeated and _in_both(metadata),
         "lost": metadata and metadata.loss and f"of the first texts, {metadata.loss}",
     }
     console.print(str(directory), style="bold", markup=False)

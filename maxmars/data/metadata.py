@@ -84,6 +84,8 @@ class Metadata(CheckedConfig):
     """What the tokenizer lost of the first texts; None where nothing."""
     skipped: Skipped | None = None
     """Lines and rows that were left out; None where none."""
+    repeated: int | None = None
+    """Documents of `val` that are in `train` too, token for token; None where none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -23,7 +23,7 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,7 @@ from maxmars.distributed.files import (
 )
 from maxmars.distributed.progress import Progress
 
-_PLAN_VERSION = 4  # of the rules by which text becomes tasks and splits
+_PLAN_VERSION = 5  # of the rules by which text becomes tasks and splits
 _TASKS = "tasks"
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})_\d+(_\d+)?\.bin")
 _OURS = re.compile(rf"{_SHARD.pattern}|({'|'.join(SPLITS)})_documents\.bin")
@@ -302,6 +302,7 @@ class Preparation(Recipe):
             command=self.command,
             loss=loss if loss.share else None,
             skipped=skipped if skipped.count else None,
+            repeated=self._repeated(records) or None,
         )
         write_metadata(self.out, metadata)
         return True
@@ -391,6 +392,13 @@ class Preparation(Recipe):
                 f"plan.json of version {earlier.get('version')} and not {_PLAN_VERSION}; finish it "
                 "with that one, or delete that directory to start anew."
             )
+        if earlier.get("source") == now["source"] and earlier["corpus"] != now["corpus"]:
+            return (
+                f"{self.out} holds an unfinished preparation of another text: since then, files of "
+                f"{self.source} were changed, added or removed, or --text-field or "
+                "--document-separator is another. Delete that directory to start anew, or restore "
+                "the text to finish it."
+            )
         differences = ", ".join(
             f"{name} was {_shortened(earlier.get(name))}, now {_shortened(now[name])}"
             for name in now
@@ -423,15 +431,8 @@ class Preparation(Recipe):
         shards = [Shard(**shard) for of_task in of_tasks for shard in of_task["shards"]]
         num_tokens = np.cumsum([0, *(of_task["num_tokens"] for of_task in of_tasks)]).astype("<u8")
 
-        def read(number: int) -> np.ndarray:
-            if not of_tasks[number]["num_starts"]:
-                return np.empty(0, "<u8")
-            with reporting(self.out):
-                starts = np.frombuffer(self._starts(number, split).read_bytes(), "<u8")
-            return starts + num_tokens[number]
-
-        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-            starts = np.concatenate([np.empty(0, "<u8"), *pool.map(read, range(len(of_tasks)))])
+        found = zip(self._read_starts(split, records), num_tokens, strict=False)
+        starts = np.concatenate([each[:, 0] + first for each, first in found])
         documents, file = None, f"{split}_documents.bin"
         if len(starts):
             data = starts.astype("<u8").tobytes()
@@ -444,6 +445,29 @@ class Preparation(Recipe):
             shards=tuple(shards),
             documents=documents,
         )
+
+    def _read_starts(self, split: str, records: Records) -> Iterator[np.ndarray]:
+        """Of each task, place and hash of the documents that start there."""
+
+        def read(number: int) -> np.ndarray:
+            if not records[number]["splits"][split]["num_starts"]:
+                return np.empty((0, 2), "<u8")
+            with reporting(self.out):
+                content = self._starts(number, split).read_bytes()
+            return np.frombuffer(content, "<u8").reshape(-1, 2)
+
+        with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
+            yield from pool.map(read, range(len(self.tasks)))
+
+    def _repeated(self, records: Records) -> int:
+        """How many documents of `val` are in `train` too, by their hashes."""
+        held_out = np.concatenate([found[:, 1] for found in self._read_starts("val", records)])
+        hashes, counts = np.unique(held_out[held_out > 0], return_counts=True)
+        is_repeated = np.zeros(len(hashes), bool)
+        for found in self._read_starts("train", records) if len(hashes) else ():
+            places = np.searchsorted(hashes, found[:, 1]) % len(hashes)
+            is_repeated[places[hashes[places] == found[:, 1]]] = True
+        return int(counts[is_repeated].sum())
 
     def _check_splits(self, splits: Mapping[str, Split]) -> None:
         is_one = not self.validation_fraction and self.validation is None

@@ -190,8 +190,8 @@ def write_task(
 
     Returns:
       The `loss` of the first texts, `skipped`, and for each split `num_tokens`, `num_documents`
-      that end there, `shards`, and the places in its tokens where documents start (`starts`, an
-      array).
+      that end there, `shards`, and of each document that starts there (`starts`, an array of two
+      columns) its place in the tokens and a hash of its tokens, which is 0 of a part of one.
 
     Raises:
       ValueError: a file of the corpus is damaged, or the tokenizer cannot spell its text.
@@ -210,10 +210,12 @@ def write_task(
         skipped.refuse_over(recipe.skip_bad)
 
     def add(document: Document, writer: _SplitWriter) -> None:
-        """Tokenise a document or a piece of one; without tokens, it is left out."""
+        """Tokenise a document or a piece of one; one of white space alone is left out."""
         nonlocal loss, unchecked
         has_begun, is_start = not document.first, document.first
-        for text in _pieces(document.blocks):
+        is_whole, sha = document.first and document.last, hashlib.blake2b(digest_size=8)
+        pieces = _pieces(document.blocks)
+        for text in _unless_blank(pieces) if is_whole else pieces:
             tokens = _encoded(text, tokenizer, document.name, is_start=is_start)
             is_start = False
             if unchecked > 0:
@@ -223,12 +225,15 @@ def write_task(
                     refuse_loss()
             if len(tokens) and not has_begun:
                 has_begun = True
-                writer.starts.append(writer.num_tokens)
+                writer.starts.append((writer.num_tokens, 0))
+            sha.update(tokens.tobytes())
             writer.append(tokens)
             report(len(text) if text.isascii() else len(text.encode("utf-8", "replace")))
         if document.last and has_begun:
             writer.append(np.array([tokenizer.eot], recipe.dtype))
             writer.num_documents += 1
+            if is_whole:
+                writer.starts[-1] = (writer.starts[-1][0], int.from_bytes(sha.digest(), "little"))
 
     def refuse_loss() -> None:
         if loss.share > _MOST_LOST and not recipe.allow_lossy:
@@ -292,6 +297,16 @@ def _encoded(text: str, tokenizer: Tokenizer, document: str, *, is_start: bool) 
         ) from error
 
 
+def _unless_blank(pieces: Iterator[str]) -> Iterator[str]:
+    """The pieces of a text; none where all are white space."""
+    blank = []
+    for piece in pieces:
+        blank.append(piece)
+        if not piece.isspace():
+            yield from blank
+            yield from pieces
+
+
 def _pieces(blocks: Iterable[str]) -> Iterator[str]:
     """The text in pieces of bounded length, cut after line breaks."""
     waiting = ""
@@ -313,7 +328,7 @@ class _SplitWriter:
         self._directory, self._name, self._shard_tokens = directory, name, shard_tokens
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self.num_tokens = self.num_documents = 0
-        self.starts: list[int] = []
+        self.starts: list[tuple[int, int]] = []
         self._shards: dict[Path, Shard] = {}
         self._file: Any = None
 
@@ -355,7 +370,7 @@ class _SplitWriter:
             "num_tokens": self.num_tokens,
             "num_documents": self.num_documents,
             "shards": [asdict(shard) for shard in self._shards.values()],
-            "starts": np.array(self.starts, "<u8"),
+            "starts": np.array(self.starts, "<u8").reshape(-1, 2),
         }
 
     def _begin_shard(self) -> Any:

@@ -1,3 +1,4 @@
+import dataclasses
 import gzip
 import hashlib
 import json
@@ -297,11 +298,56 @@ def test_other_arguments_do_not_continue(tmp_path):
         (250, {"validation_fraction": 0.2}, ("validation_fraction", 0.1, 0.2)),
         (250, {"source": "another"}, ("source", "'a test'", "'another'")),
         (250, {"task_bytes": 1000}, ("task_bytes", 500, 1000)),
-        (251, {}, ("corpus",)),
+        (251, {}, ("another text", "a test")),
     ):
         with refused(ValueError, tmp_path / "out", *named):
             run(documents(count), tmp_path / "out", **({"task_bytes": 500} | options))
     run(documents(250), tmp_path / "out", task_bytes=500)
+
+
+def test_a_text_that_changes_meanwhile_is_told_as_that(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 100)
+    first = TextFiles([str(tmp_path / "a.txt")])
+    recipe = Preparation(
+        corpus=first, out=tmp_path / "out", tokenizer=ByteTokenizer(), source="*.txt", task_bytes=50
+    )
+    recipe.begin()
+    recipe.run_task(0)
+    before = sorted((tmp_path / "out").rglob("*"))
+    os.utime(tmp_path / "a.txt", (1, 1))
+    for corpus in (TextFiles([str(tmp_path / "a.txt")]), TextFiles([str(tmp_path / "*.txt")])):
+        with refused(ValueError, tmp_path / "out", "another text", "*.txt") as raised:
+            dataclasses.replace(recipe, corpus=corpus).run()
+        assert corpus.fingerprint[:8] not in str(raised.value)
+    assert sorted((tmp_path / "out").rglob("*")) == before
+
+
+def test_white_space_alone_is_no_document(tmp_path):
+    (tmp_path / "blank.txt").write_text(" \n\n")
+    (tmp_path / "a.txt").write_text("\n\n a")
+    (tmp_path / "rows.jsonl").write_text('{"text": " "}\n{"text": "b"}\n')
+    metadata = run(TextFiles([f"{tmp_path}/*.*"]), tmp_path / "out", validation_fraction=0.0)
+    train = metadata.splits["train"]
+    assert (train.num_documents, train.num_tokens) == (2, len("\n\n a.b."))
+
+
+@pytest.mark.parametrize("task_bytes", [60, 10_000])
+def test_documents_of_both_splits_are_counted(tmp_path, task_bytes):
+    unique = [f"{i} is said once" for i in range(50)]
+    held_out = Texts([("v", "said twice"), ("w", "said twice"), ("x", "new"), ("y", unique[7])])
+    metadata = run(
+        [(text, text) for text in [*unique, "said twice", *unique]],
+        tmp_path / "out",
+        validation=held_out,
+        validation_fraction=0.0,
+        task_bytes=task_bytes,
+    )
+    assert metadata.repeated == read_metadata(tmp_path / "out").repeated == 3
+    other = run(
+        [("a", "said twice\n")], tmp_path / "new", validation=held_out, validation_fraction=0
+    )
+    assert other.repeated is None
 
 
 def test_other_arguments_may_follow_where_nothing_was_done(tmp_path):
