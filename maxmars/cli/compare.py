@@ -270,11 +270,12 @@ def _verify(arguments: VerifyArguments) -> int:
 
     with loading_jax():
         from maxmars.compare.verify import verify
+        from maxmars.distributed.files import resolve
 
     with tempfile.TemporaryDirectory(prefix="maxmars-verify-") as scratch:
         verdict = verify(
             Path(arguments.directory).expanduser().absolute(),
-            Path(arguments.workdir or scratch).expanduser().absolute(),
+            Path(resolve(scratch if arguments.workdir is None else arguments.workdir)),
             contender=arguments.contender,
             seed=arguments.seed,
             steps=arguments.steps,
@@ -347,7 +348,7 @@ def run_report(argv: list[str]) -> int:
             f"--labels {' '.join(labels)}: give each of the {len(runs)} RUNs one label of its own."
         )
     runs = dict(zip(labels, runs.values(), strict=True))
-    out = Path(arguments.out or first).expanduser().absolute()
+    out = Path(resolve(first if arguments.out is None else arguments.out))
     compared = {
         name: summarize(path)
         for name, path in runs.items()

@@ -107,7 +107,8 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
             path=arguments.init_from, optimizer_state=arguments.init_optimizer_state
         )
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
-    workdir = resolve(arguments.workdir or _default_workdir(arguments))
+    named = arguments.workdir
+    workdir = resolve(_default_workdir(arguments) if named is None else named)
     with naming(workdir), Life(workdir) as life:
         starting.before_exit = life.stopped
         if processes.is_first(arguments.process_id):

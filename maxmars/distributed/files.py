@@ -77,10 +77,12 @@ def resolve(path: str | os.PathLike[str]) -> Workdir:
     """An absolute path.
 
     Raises:
-      ValueError: it is in an object store other than `gs://`, names no bucket, or is not UTF-8,
+      ValueError: it is empty, in an object store other than `gs://`, names no bucket, or is no UTF-8,
         which JAX, Orbax and JSON need.
     """
     text = os.fspath(path)
+    if not text:
+        raise ValueError("the path '' is empty, as where a variable is not set; name one.")
     if not is_remote(text) and not re.match(r"(gs|s3|az|hf):/", text):
         absolute = Path(path).expanduser().absolute()
         try:

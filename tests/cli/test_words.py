@@ -196,6 +196,12 @@ REFUSALS = [
     # What a command needs is not there, or of no use.
     (1, f"{ALONE} --workdir gs:/bucket/run", "gs:/bucket/run"),
     (1, f"{ALONE} --workdir s3://b/run", "s3://b/run"),
+    (1, f"{ALONE} --workdir=''", "''"),
+    (1, f"{ALONE} --init-from ''", "''"),
+    (1, "compare compare_tiny --workdir ''", "''"),
+    (1, "audit ''", "''"),
+    (1, "generate '' --prompt a", "''"),
+    (1, "report x --out ''", "''"),
     (1, f"{ALONE} --workdir EMPTY/x", "EMPTY/x"),
     (1, "train quickstart --workdir NOT-\udcff-UTF-8", "NOT-\\xff-UTF-8"),
     (1, "generate x --prompt a", "x does not exist"),
@@ -262,7 +268,7 @@ def test_what_is_wrong_is_named_in_one_line(row, call, tmp_path):
     write_files(tmp_path)
     with (tmp_path / "HUGE.txt").open("wb") as file:
         file.truncate(1 << 43)  # without blocks on the disk
-    error = refusal(call, words.split(), code)
+    error = refusal(call, [word.replace("''", "") for word in words.split()], code)
     assert [part for part in named if part not in error] == []
 
 
