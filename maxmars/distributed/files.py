@@ -77,8 +77,8 @@ def resolve(path: str | os.PathLike[str]) -> Workdir:
     """An absolute path.
 
     Raises:
-      ValueError: it is empty, in an object store other than `gs://`, names no bucket, or is no UTF-8,
-        which JAX, Orbax and JSON need.
+      ValueError: it is empty, in an object store other than `gs://`, names no bucket, or is not
+        UTF-8, which JAX, Orbax and JSON need.
     """
     text = os.fspath(path)
     if not text:
