@@ -392,18 +392,19 @@ class Preparation(Recipe):
                 f"plan.json of version {earlier.get('version')} and not {_PLAN_VERSION}; finish it "
                 "with that one, or delete that directory to start anew."
             )
-        if earlier.get("source") == now["source"] and earlier["corpus"] != now["corpus"]:
+        of_text = ("corpus", "validation", "num_tasks")  # hashes, which tell nobody anything
+        differences = ", ".join(
+            f"{name} was {_shortened(earlier.get(name))}, now {_shortened(now[name])}"
+            for name in now
+            if name not in of_text and earlier.get(name) != now[name]
+        )
+        if not differences:
             return (
                 f"{self.out} holds an unfinished preparation of another text: since then, files of "
                 f"{self.source} were changed, added or removed, or --text-field or "
                 "--document-separator is another. Delete that directory to start anew, or restore "
                 "the text to finish it."
             )
-        differences = ", ".join(
-            f"{name} was {_shortened(earlier.get(name))}, now {_shortened(now[name])}"
-            for name in now
-            if earlier.get(name) != now[name]
-        )
         return (
             f"{self.out} holds an unfinished preparation with other arguments: {differences}. Run "
             "the earlier command to finish it, or delete that directory to start anew."

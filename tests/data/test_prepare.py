@@ -345,7 +345,7 @@ def test_documents_of_both_splits_are_counted(tmp_path, task_bytes):
     )
     assert metadata.repeated == read_metadata(tmp_path / "out").repeated == 3
     other = run(
-        [("a", "said twice\n")], tmp_path / "new", validation=held_out, validation_fraction=0
+        [("a", "said twice\n")], tmp_path / "new", validation=held_out, validation_fraction=0.0
     )
     assert other.repeated is None
 
