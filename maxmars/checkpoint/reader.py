@@ -471,12 +471,12 @@ def _read_checkpoint(path: Any) -> Checkpoint:
             raise DamagedError(f"meta is that of step {meta['step']}")
         if meta["digest"] != combine({key: leaf["digest"] for key, leaf in meta["leaves"].items()}):
             raise DamagedError("meta has another digest than its arrays")
-        if name := untold(path.parent.parent, meta):
-            raise DamagedError(f"meta has another {name} than {JOURNAL} tells of")
         return meta
 
     def attempt() -> str:
         meta, damage = _attempt(path / "meta", read_meta)
+        if meta is not None and (name := untold(path.parent.parent, meta)):
+            damage = DamagedError(f"meta has another {name} than {JOURNAL} tells of")
         return json.dumps([meta, None if damage is None else str(damage)])
 
     meta, damage = json.loads(processes.text_from_primary(attempt) or "")

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import tiny
+from refusals import refused
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import read_journal
@@ -77,6 +78,16 @@ def test_a_lost_line_is_told_and_stops_no_run(folder, run, caplog):
     (run / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines))
     assert go_on(folder, run).verdict == "broken"
     assert "journal.jsonl lacks lines of step 2 or before; the run goes on" in caplog.text
+
+
+def test_a_journal_that_cannot_be_read_is_no_damage_of_the_checkpoints(folder, run):
+    (run / "journal.jsonl").rename(run / "kept")
+    (run / "journal.jsonl").symlink_to("/dev/zero")
+    with refused(ValueError, run / "journal.jsonl"):
+        go_on(folder, run)
+    assert not list(run.glob("checkpoints/*.damaged"))
+    (run / "kept").replace(run / "journal.jsonl")
+    assert go_on(folder, run).verdict == "one trajectory"
 
 
 def test_metrics_that_are_not_what_was_recorded_are_told(folder, run, caplog):
