@@ -1,6 +1,7 @@
 """Rows of a real comparison of tiny models: repeated and forged."""
 
 import dataclasses
+import json
 import math
 
 import pytest
@@ -166,3 +167,21 @@ def test_under_soap_only_whole_runs_are_judged_on_another_machine(row, config):
     assert judge(easier_start(row), row, config, STEPS).problem is None
     assert "--steps" in judge(easier_start(row), row, config, 2).problem
     assert "by inf" in judge(no_numbers(row), row, config, STEPS).problem
+
+
+@pytest.mark.parametrize("command", ["compare verify DIR", "report DIR --out OUT"])
+def test_a_file_that_a_comparison_names_elsewhere_does_not_run(kept, tmp_path, command, capsys):
+    foreign = tmp_path / "foreign.py"
+    foreign.write_text("import pathlib; pathlib.Path(__file__).with_name('it ran').touch()")
+    make = {"type": "Source", "file": str(foreign), "function": "make", "sha256": None}
+    model = {"type": "ModuleConfig", "make": make, "vocab_size": 257, "max_seq_len": 16}
+    fields = json.loads((kept / "compare.json").read_text())
+    for config in fields["configs"].values():
+        config["model"] = model
+    (kept / "compare.json").write_text(json.dumps(fields))
+    names = {"DIR": str(kept), "OUT": str(tmp_path / "out")}
+    with pytest.raises(SystemExit) as stop:
+        cli.main([names.get(word, word) for word in command.split()])
+    assert stop.value.code == 1
+    assert str(kept / "sources") in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "it ran").exists()
