@@ -6,7 +6,7 @@ tx = mars(3e-3, weight_decay=0.01)
 ```
 """
 
-from maxmars.optim._exchange import on_whole_matrices
+from maxmars.optim._exchange import MatrixGroup, on_whole_matrices
 from maxmars.optim._mars import (
     ClipByMatrixNormState,
     CorrectedEmaState,
@@ -24,9 +24,8 @@ from maxmars.optim._mars import (
 from maxmars.optim._matrices import MatrixSpec, describe, resolve_specs
 from maxmars.optim._newton_schulz import COEFFICIENTS, newton_schulz
 from maxmars.optim._orthogonalize import (
-    Assignment,
+    orthogonalization_groups,
     orthogonalize,
-    plan_orthogonalization,
     scale_by_orthogonalization,
 )
 from maxmars.optim._soap import ScaleBySoapState, scale_by_soap, soap, soap_shardings
@@ -40,10 +39,10 @@ from maxmars.optim._sophia import (
 
 __all__ = [
     "COEFFICIENTS",
-    "Assignment",
     "ClipByMatrixNormState",
     "CorrectGradientState",
     "CorrectedEmaState",
+    "MatrixGroup",
     "MatrixSpec",
     "ScaleByAmsgradState",
     "ScaleBySoapState",
@@ -59,8 +58,8 @@ __all__ = [
     "needs_sampled_grads",
     "newton_schulz",
     "on_whole_matrices",
+    "orthogonalization_groups",
     "orthogonalize",
-    "plan_orthogonalization",
     "resolve_specs",
     "scale_by_mars",
     "scale_by_orthogonalization",

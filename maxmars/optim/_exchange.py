@@ -13,7 +13,7 @@ tree of them.
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -85,6 +85,11 @@ class Stack:
         """Devices that divide the matrices among them; 1 where each has its own already."""
         return num_devices((*itertools.chain(*self.pieces), *self.copies), self.mesh)
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The axes that stack, those of rows, those of columns."""
+        return *self.stack, *self.rows, *self.cols
+
     def cut_by(self, axes: Sequence[int]) -> Axes:
         """The mesh axes that cut these axes, sorted."""
         return tuple(sorted(itertools.chain(*(self.cuts[axis] for axis in axes))))
@@ -96,31 +101,126 @@ class Stack:
         )
         return stack, rows, cols
 
-    def to_stack(self, x: jax.Array) -> Float[Array, "stack rows cols"]:
-        """The (pieces of) matrices of (a shard of) the array."""
-        sizes = self.sizes(x.shape)
-        return x.transpose(*self.stack, *self.rows, *self.cols).reshape(sizes)
+    def to_stack(self, x: jax.Array) -> Float[Array, "stack ..."]:
+        """The (pieces of) matrices of (a shard of) the array, with the axes of rows and columns."""
+        x = x.transpose(self.order)
+        return x.reshape(-1, *x.shape[len(self.stack) :])
 
-    def from_stack(self, y: Float[Array, "stack rows cols"], shape: tuple[int, ...]) -> jax.Array:
+    def from_stack(self, y: Float[Array, "stack ..."], shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `to_stack`; `shape` is that of the shard."""
-        order = (*self.stack, *self.rows, *self.cols)
-        return y.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+        y = y.reshape([shape[axis] for axis in self.order])
+        return y.transpose(np.argsort(self.order))
 
     def to_owners(self, x: jax.Array) -> Float[Array, "own rows cols"]:
         """From a device's shard of the array to the whole matrices that it owns, then zeros."""
-        piece = [x.shape[axis] for axis in (*self.rows, *self.cols)]
-        x = self.to_stack(x)
-        # Every owner gets the same number of matrices: 3 over 8 owners are padded to 8.
-        x = pad_axis(x, 0, -(-len(x) // self.owners) * self.owners)
-        x = to_owners(x.reshape(len(x), *piece), self.pieces, self.copies)
+        x = to_owners(self.to_stack(x), self.pieces, self.copies)
         return x.reshape(len(x), *self.sizes(self.shape)[1:])
 
     def from_owners(self, y: Float[Array, "own rows cols"], shape: tuple[int, ...]) -> jax.Array:
         """The inverse of `to_owners`; `shape` is that of the device's shard."""
         piece = [shape[axis] for axis in (*self.rows, *self.cols)]
         y = from_owners(y, self.pieces, piece, self.copies)
-        sizes = self.sizes(shape)
-        return self.from_stack(y[: sizes[0]].reshape(sizes), shape)
+        return self.from_stack(y[: self.sizes(shape)[0]], shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixGroup:
+    """Equal matrices of some arrays, which travel together and are computed together."""
+
+    stacks: dict[int, Stack]
+    """By the numbers of the arrays among the leaves."""
+    rows: int
+    cols: int
+    slots: int
+    """Matrices of one shard of the stack, zero padding included."""
+    owners: int
+
+    @property
+    def stack(self) -> Stack:
+        """Any: they lie alike."""
+        return next(iter(self.stacks.values()))
+
+    @property
+    def elements(self) -> int:
+        """Elements of all matrices."""
+        return sum(math.prod(stack.shape) for stack in self.stacks.values())
+
+    @property
+    def padded_elements(self) -> int:
+        """Elements of all slots of all shards."""
+        stack = self.stack
+        shards = num_devices(stack.cut_by(stack.stack), stack.mesh)
+        return self.slots * shards * self.rows * self.cols
+
+    @property
+    def transfer_elements(self) -> int:
+        """Elements that both all-to-alls and the gathering over copies leave on a device."""
+        stack = self.stack
+        copies = num_devices(stack.copies, stack.mesh)
+        gathered = self.slots * copies if copies > 1 else 0
+        exchanged = 2 * self.slots if any(stack.pieces) else 0
+        return (exchanged + gathered) // self.owners * self.rows * self.cols
+
+
+def groups_of(
+    tree: Any,
+    matrix_specs: Any = None,
+    mesh: AnyMesh | None = None,
+    ownership_axes: Sequence[str] = (),
+    *,
+    wide: bool = False,
+) -> tuple[MatrixGroup, ...]:
+    """The groups of `on_whole_matrices`, the largest matrices first; the arguments are its."""
+    alike: dict[Any, dict[int, Stack]] = {}
+    specs = resolve_specs(matrix_specs, tree)
+    stacks = stacks_of(tree, specs, mesh, blocks=True)
+    leaves = list(zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True))
+    owned = _ownership_axes(ownership_axes, stacks.values())
+    for index, stack in stacks.items():
+        if wide and _is_tall(stack, *leaves[index]):
+            stack = replace(stack, rows=stack.cols, cols=stack.rows)
+        copies = owned - {*itertools.chain(*stack.cuts)}
+        stack = replace(stack, copies=tuple(sorted(copies)))
+        sizes = tuple((stack.shape[i], stack.local_shape[i]) for i in (*stack.rows, *stack.cols))
+        # Where each device is its own owner, nothing is saved by doing several arrays at a time.
+        alone = index if stack.owners == 1 else None
+        key = sizes, len(stack.rows), stack.pieces, stack.cut_by(stack.stack), alone
+        alike.setdefault(key, {})[index] = stack
+    groups = []
+    for members in alike.values():
+        stack = next(iter(members.values()))
+        _, rows, cols = stack.sizes(stack.shape)
+        count = sum(stack.sizes(stack.local_shape)[0] for stack in members.values())
+        slots = -(-count // stack.owners) * stack.owners
+        groups.append(
+            MatrixGroup(stacks=members, rows=rows, cols=cols, slots=slots, owners=stack.owners)
+        )
+    return tuple(sorted(groups, key=lambda group: group.rows * group.cols, reverse=True))
+
+
+def _is_tall(stack: Stack, array: Any, spec: MatrixSpec) -> bool:
+    """Whether a matrix has more rows than columns. A square one counts as tall where that makes its
+    cuts those of others: an attention output [heads, embed] is cut like an MLP input [embed, mlp].
+
+    The size of the mesh does not decide it, and so changes no rounding.
+    """
+    _, rows, cols = stack.sizes(stack.shape)
+    entries = entries_of(_partition_of(array, spec) or PartitionSpec(), spec)
+    a, b = (sorted(itertools.chain(*map(entries.__getitem__, x))) for x in (stack.rows, stack.cols))
+    return rows > cols or (rows == cols and bool(b) and (not a or b < a))
+
+
+def _ownership_axes(axes: Sequence[str], stacks: Iterable[Stack]) -> set[str]:
+    """The mesh axes of more than one device over which matrices are distributed."""
+    stacks = list(stacks)
+    mesh = stacks[0].mesh if stacks else None
+    if mesh is not None and (absent := [axis for axis in axes if axis not in mesh.axis_names]):
+        raise ValueError(
+            f"ownership_axes={tuple(axes)} names {', '.join(map(repr, absent))}, which the "
+            f"mesh does not have; it has {', '.join(map(str, mesh.axis_names))}."
+        )
+    cutting = {name for stack in stacks for names in stack.cuts for name in names}
+    return {name for name in {*axes, *cutting} if num_devices((name,), mesh) > 1}
 
 
 def stacks_of(
@@ -148,7 +248,7 @@ def stacks_of(
 
 
 def _stack_of(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, blocks: bool) -> Stack:
-    partition = known_partition(array) if spec.partition is None else spec.partition
+    partition = _partition_of(array, spec)
     if mesh is None:
         partition = PartitionSpec()
     elif partition is None:
@@ -180,6 +280,10 @@ def _stack_of(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, blo
         rows=spec.block_rows if blocks else spec.rows,
         cols=spec.block_cols if blocks else spec.cols,
     )
+
+
+def _partition_of(array: Any, spec: MatrixSpec) -> PartitionSpec | None:
+    return known_partition(array) if spec.partition is None else spec.partition
 
 
 def known_partition(array: Any) -> PartitionSpec | None:
@@ -219,21 +323,26 @@ def on_whole_matrices(
     updates: Any,
     matrix_specs: Any = None,
     mesh: AnyMesh | None = None,
+    ownership_axes: Sequence[str] = (),
+    *,
+    wide: bool = False,
 ) -> Any:
     """Replace each matrix of a tree by a function of it, on a mesh by its owner.
 
     What an optimizer of your own needs in order to decompose, invert or orthogonalise matrices that
-    are sharded. The pieces of each parameter's matrices go to their owners in one all-to-all, and
-    back in another; nothing is sent where no mesh axis cuts a matrix.
+    are sharded. The pieces of equal matrices go to their owners in one all-to-all, and back in
+    another; nothing is sent where no mesh axis cuts a matrix.
 
     Args:
-      function: of some of the matrices of a parameter, [count, rows, cols], to as many of the same
+      function: of some of the matrices of a shape, [count, rows, cols], to as many of the same
         shape; of each by itself, as the mesh decides the count. Zero matrices may be among them,
         whose results are dropped.
       updates: a tree of arrays, which travel in their own dtypes.
       matrix_specs: `MatrixSpec`s, see `resolve_specs`; on a mesh with a `partition` each. A block
         of `split` is a matrix. Vectors pass as they are.
       mesh: the mesh of the updates; None for one device, or for Explicit axes, whose types know it.
+      ownership_axes: mesh axes that cut no matrix and share the work nevertheless.
+      wide: transpose matrices of more rows than columns for the function, and back.
 
     Returns:
       A tree like `updates`, in the same partition.
@@ -243,16 +352,23 @@ def on_whole_matrices(
     """
     check_is_mesh(mesh)
     leaves, treedef = jax.tree.flatten(updates)
-    stack_of = stacks_of(updates, matrix_specs, mesh, blocks=True)
-    stacks = list(stack_of.values())
+    groups = groups_of(updates, matrix_specs, mesh, ownership_axes, wide=wide)
+    stack_of = {i: stack for group in groups for i, stack in group.stacks.items()}
 
     def local(shards: Sequence[jax.Array]) -> list[jax.Array]:
-        return [
-            stack.from_owners(function(stack.to_owners(x)), x.shape)
-            for x, stack in zip(shards, stacks, strict=True)
-        ]
+        shard_of, results = dict(zip(stack_of, shards, strict=True)), {}
+        for group in groups:
+            stack = group.stack
+            xs = [stack.to_stack(shard_of[i]) for i, stack in group.stacks.items()]
+            own = to_owners(jnp.concatenate(xs), stack.pieces, stack.copies)
+            y = function(own.reshape(len(own), group.rows, group.cols))
+            y = from_owners(y, stack.pieces, xs[0].shape[1:], stack.copies)
+            ends = np.cumsum([len(x) for x in xs])
+            for (i, stack), end, x in zip(group.stacks.items(), ends, xs, strict=True):
+                results[i] = stack.from_stack(y[end - len(x) : end], shard_of[i].shape)
+        return [results[i] for i in stack_of]
 
-    results = on_mesh(local, stacks, [jnp.asarray(leaves[i]) for i in stack_of])
+    results = on_mesh(local, list(stack_of.values()), [jnp.asarray(leaves[i]) for i in stack_of])
     for i, y in zip(stack_of, results, strict=True):
         leaves[i] = y
     return jax.tree.unflatten(treedef, leaves)
@@ -265,10 +381,12 @@ def to_owners(
     `jax.shard_map`: the devices that cut the matrices divide the stack instead.
 
     Args:
-      x: the pieces, [slots, *piece]; the number of owners divides that of the slots.
+      x: the pieces, [count, *piece]. Every owner gets as many: 3 over 8 owners are padded to 8.
       cuts: for each axis of a matrix, the mesh axes that cut it.
       copies: mesh axes along which devices hold the same, and so divide the work.
     """
+    owners = jax.lax.axis_size(axes) if (axes := (*itertools.chain(*cuts), *copies)) else 1
+    x = pad_axis(x, 0, -(-len(x) // owners) * owners)
     if copies:
         share = len(x) // jax.lax.axis_size(copies)
         x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(copies) * share, share)

@@ -498,7 +498,7 @@ def mars(
       ns_scale: "spectral", "rms" or None after Newton-Schulz; "default" is that of the variant.
       mesh: device mesh of the parameters; `MatrixSpec.partition` then says how each is split.
       ownership_axes: mesh axes over which whole matrices are dealt out, see
-        `plan_orthogonalization`.
+        `orthogonalize`.
 
     Raises:
       ValueError: an argument is out of range or does not go with another.

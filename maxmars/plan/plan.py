@@ -32,7 +32,7 @@ from maxmars.data.batches import batch_types
 from maxmars.distributed.step_clock import PRODUCTS
 from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
-from maxmars.optim import Assignment, plan_orthogonalization
+from maxmars.optim import MatrixGroup, orthogonalization_groups
 from maxmars.plan.compile import (
     ChipMemory,
     Compiled,
@@ -72,8 +72,8 @@ class Plan:
     """Of one train step."""
     largest_mixed_bytes: int
     """Bytes of the largest execution of a `mixed` collective."""
-    exchange: Assignment | None
-    """Which chip orthogonalises which matrix; None if the optimizer does not orthogonalise."""
+    exchange: tuple[MatrixGroup, ...]
+    """Equal matrices that go to their owners together; none if nothing is orthogonalised."""
     flops: Flops
     bound: Bound | None
     """The least time of a step; None on fake devices, whose speed means nothing."""
@@ -137,9 +137,10 @@ class Plan:
     def exchanged_bytes(self) -> int:
         """Bytes of matrices on a device that go to their owners and back in a step."""
         optimizer = self.config.optimizer
-        if self.exchange is None or not isinstance(optimizer, MarsConfig | MuonConfig):
+        if not isinstance(optimizer, MarsConfig | MuonConfig):
             return 0
-        return self.exchange.transfer_bytes(jnp.dtype(optimizer.ns_dtype).itemsize)
+        elements = sum(group.transfer_elements for group in self.exchange)
+        return jnp.dtype(optimizer.ns_dtype).itemsize * elements
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -167,10 +168,10 @@ class Plan:
             "collectives": [dataclasses.asdict(row) for row in self.collectives],
             "largest_mixed_bytes": self.largest_mixed_bytes,
             "orthogonalization": None
-            if exchange is None
+            if not exchange
             else {
-                "elements": exchange.elements,
-                "padded_elements": exchange.padded_elements,
+                "elements": sum(group.elements for group in exchange),
+                "padded_elements": sum(group.padded_elements for group in exchange),
                 "transfer_bytes": self.exchanged_bytes,
             },
             "flops": dataclasses.asdict(self.flops),
@@ -308,10 +309,10 @@ def prepared_step(
     return prepare(config, parameters, types, log=log, memory_bytes=memory_bytes)
 
 
-def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> Assignment | None:
-    """The exchange that the optimizer plans for its matrices."""
+def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> tuple[MatrixGroup, ...]:
+    """The matrices that the optimizer exchanges, none of one that orthogonalises none."""
     if not isinstance(optimizer, MarsConfig | MuonConfig):
-        return None
+        return ()
     rules = jax.tree.leaves(update_rules(optimizer, parameters))
     specs = jax.tree.leaves(parameters.split_specs(optimizer.qkv))
     orthogonalized = [
@@ -320,11 +321,11 @@ def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> Assignment 
         if rule.orthogonalizes
     ]
     if not orthogonalized:
-        return None
+        return ()
     matrices, specs = map(list, zip(*orthogonalized, strict=True))
     mesh = parameters.mesh
     axes = mesh.axis_names if optimizer.own_over_data else None
-    return plan_orthogonalization(matrices, specs, mesh=mesh, ownership_axes=axes)
+    return orthogonalization_groups(matrices, specs, mesh=mesh, ownership_axes=axes)
 
 
 def print_plan(plan: Plan) -> None:
@@ -351,12 +352,13 @@ def print_plan(plan: Plan) -> None:
     for name, size in _memory_rows(plan):
         memory.add_row(name, _mb(size), style="bold" if name.startswith("peak") else None)
     rich.print(memory, _traffic_table(plan))
-    if exchange is not None and plan.exchanged_bytes:
-        padding = exchange.padded_elements / exchange.elements
+    if plan.exchanged_bytes:
+        elements = sum(group.elements for group in exchange)
+        padded = sum(group.padded_elements for group in exchange)
         print(
-            f"Newton-Schulz: {exchange.elements:,} elements of matrices, "
-            f"{exchange.padded_elements:,} with padding ({padding:.3f} times), "
-            f"{_mb(plan.exchanged_bytes)} MB to their owners and back."
+            f"Newton-Schulz: {elements:,} elements of matrices, {padded:,} with padding "
+            f"({padded / elements:.3f} times), {_mb(plan.exchanged_bytes)} MB to their owners and "
+            "back."
         )
     numbers = _table("Arithmetic and time", "", _right(""))
     numbers.show_header = False

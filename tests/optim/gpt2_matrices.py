@@ -9,7 +9,7 @@ from maxmars.distributed.sharding import like_params, with_shardings
 from maxmars.optim import (
     MatrixSpec,
     mars,
-    plan_orthogonalization,
+    orthogonalization_groups,
 )
 
 AXES = ("data", "fsdp", "tensor")
@@ -81,5 +81,5 @@ def compiled_update(mesh, size):
     state = with_shardings(state, like_params(state, params))
     out = jax.tree.map(lambda x: x.sharding, (params, state))
     update = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=out)
-    plan = plan_orthogonalization(params, specs(), mesh=mesh)
-    return plan, update.lower(params, state, params).compile()
+    groups = orthogonalization_groups(params, specs(), mesh=mesh)
+    return groups, update.lower(params, state, params).compile()

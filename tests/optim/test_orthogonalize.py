@@ -17,11 +17,15 @@ from maxmars.optim import (
     MatrixSpec,
     newton_schulz,
     on_whole_matrices,
+    orthogonalization_groups,
     orthogonalize,
-    plan_orthogonalization,
 )
 
-compiled = jax.jit(orthogonalize, static_argnums=1, static_argnames=("dtype", "scale"))
+
+def compiled(updates, matrix_specs=None, **options):
+    return jax.jit(lambda u: orthogonalize(u, matrix_specs, **options))(updates)
+
+
 compiled_newton_schulz = jax.jit(newton_schulz, static_argnames="dtype")
 
 
@@ -37,9 +41,9 @@ def assert_trees_close(ours, theirs, atol=1e-13):
 )
 def test_each_matrix_or_block_by_itself(split, shape, x64):
     updates = {"c_attn": random_matrices(2, dtype="float64")["c_attn"]}
-    plan = plan_orthogonalization(updates, {"c_attn": specs(split)["c_attn"]})
-    ours = compiled(updates, plan, dtype=jnp.float64, scale=None)["c_attn"]
-    rms = compiled(updates, plan, dtype=jnp.float64, scale="rms")["c_attn"]
+    spec = {"c_attn": specs(split)["c_attn"]}
+    ours = compiled(updates, spec, dtype=jnp.float64, scale=None)["c_attn"]
+    rms = compiled(updates, spec, dtype=jnp.float64, scale="rms")["c_attn"]
     x, (qkv, heads) = updates["c_attn"], {"fused": (1, 1), "qkv": (3, 1), "heads": (3, 4)}[split]
     blocks = x.reshape(2, 16, qkv, heads, -1).transpose(0, 2, 3, 1, 4)
     assert blocks.shape[-2:] == shape
@@ -56,8 +60,7 @@ def test_scales(scale, wide, tall):
     eye = jnp.eye(4, 16)
     one = compiled_newton_schulz(eye, dtype=jnp.float32)
     updates = {"wide": eye, "tall": eye.T}  # in x out
-    plan = plan_orthogonalization(updates)
-    ours = compiled(updates, plan, scale=scale, dtype=jnp.float32)
+    ours = compiled(updates, scale=scale, dtype=jnp.float32)
     np.testing.assert_allclose(ours["wide"], wide * one, atol=1e-6)
     np.testing.assert_allclose(ours["tall"], tall * one.T, atol=1e-6)
 
@@ -69,20 +72,21 @@ def test_vectors_and_dtypes_stay_as_they_are():
         "norm": jnp.arange(6.0),
         "scalar": jnp.asarray(3.0),
     }
-    ours = compiled(updates, plan_orthogonalization(updates))
+    ours = compiled(updates)
     assert jax.tree.map(lambda x: x.dtype, ours) == jax.tree.map(lambda x: x.dtype, updates)
     np.testing.assert_array_equal(ours["norm"], updates["norm"])
     np.testing.assert_array_equal(ours["scalar"], updates["scalar"])
-    assert compiled({}, plan_orthogonalization({})) == {}
+    assert compiled({}) == {}
 
 
 def test_rounds_of_bounded_size_change_nothing(x64):
     updates = random_matrices(7, dtype="float64")
-    whole = plan_orthogonalization(updates, specs())
-    rounds = plan_orthogonalization(updates, specs(), max_batch_bytes=60_000)
-    assert " while(" in compiled.lower(updates, rounds, dtype="float64").compile().as_text()
-    ours, expected = (compiled(updates, plan, dtype="float64") for plan in (rounds, whole))
-    assert_trees_close(ours, expected)
+
+    def in_rounds(u):
+        return orthogonalize(u, specs(), dtype="float64", max_batch_bytes=60_000)
+
+    assert " while(" in jax.jit(in_rounds).lower(updates).compile().as_text()
+    assert_trees_close(jax.jit(in_rounds)(updates), compiled(updates, specs(), dtype="float64"))
 
 
 # --- on a mesh -----------------------------------------------------------------------------------
@@ -96,11 +100,10 @@ def test_a_mesh_changes_nothing(x64, shape):
     mesh = make_mesh(shape)
 
     def program(mesh, trees):
-        plans = [
-            plan_orthogonalization(tree, specs(split), mesh=mesh)
+        return [
+            orthogonalize(tree, specs(split), dtype="float64", mesh=mesh)
             for tree, (_, split) in zip(trees, cases, strict=True)
         ]
-        return [orthogonalize(*pair, dtype="float64") for pair in zip(trees, plans, strict=True)]
 
     run = jax.jit(program, static_argnums=0)
     layout = gpt2_matrices.shardings(mesh)
@@ -114,7 +117,7 @@ def test_a_mesh_changes_nothing(x64, shape):
 @pytest.mark.parametrize(("shape", "size"), [((1, 8, 1), XL), ((1, 4, 2), LARGE)])
 def test_traffic(shape, size, capfd):
     mesh = make_mesh(shape)
-    plan, program = gpt2_matrices.compiled_update(mesh, size)
+    groups, program = gpt2_matrices.compiled_update(mesh, size)
     exchanged, counts, others = [], [], []
     for collective in collectives(program, mesh):
         if collective.op == "all-to-all":
@@ -122,10 +125,11 @@ def test_traffic(shape, size, capfd):
             counts.append(collective.count)
         else:
             others.append(collective.bytes)
-    assert sum(counts) == 2 * len(plan.groups)
-    assert sum(exchanged) == plan.transfer_bytes()
-    assert sum(exchanged) <= 1.1 * 2 * 2 * plan.padded_elements / mesh.size
-    assert plan.padded_elements <= 1.25 * plan.elements
+    padded = sum(group.padded_elements for group in groups)
+    assert sum(counts) == 2 * len(groups)
+    assert sum(exchanged) == 2 * sum(group.transfer_elements for group in groups)
+    assert sum(exchanged) <= 1.1 * 2 * 2 * padded / mesh.size
+    assert padded <= 1.25 * sum(group.elements for group in groups)
     assert max(others, default=0) < 1e6
     assert "rematerialization" not in capfd.readouterr().err
 
@@ -136,15 +140,16 @@ def test_owners_among_copies(x64):
     mesh = make_mesh((4, 2, 1))
     local = random_matrices(6, dtype="float64")
     updates = jax.device_put(local, gpt2_matrices.shardings(mesh))
-    plan = plan_orthogonalization(updates, specs(), mesh=mesh, ownership_axes=("fsdp", "data"))
-    run = jax.jit(lambda u: orthogonalize(u, plan, dtype="float64"))
-    expected = compiled(local, plan_orthogonalization(local, specs()), dtype="float64")
-    assert_trees_close(run(updates), expected)
+    over_data = {"mesh": mesh, "ownership_axes": ("fsdp", "data")}
+    run = jax.jit(lambda u: orthogonalize(u, specs(), dtype="float64", **over_data))
+    assert_trees_close(run(updates), compiled(local, specs(), dtype="float64"))
     moved = collectives(run.lower(updates).compile(), mesh)
     assert {collective.op for collective in moved} == {"all-to-all", "all-gather"}
-    assert total_bytes(moved) == plan.transfer_bytes(itemsize=8)
-    repeated = plan_orthogonalization(updates, specs(), mesh=mesh)
-    assert sum(g.flops() for g in plan.groups) < sum(g.flops() for g in repeated.groups) / 2
+    groups = orthogonalization_groups(updates, specs(), **over_data)
+    assert total_bytes(moved) == 8 * sum(group.transfer_elements for group in groups)
+    repeated = orthogonalization_groups(updates, specs(), mesh=mesh)
+    for ours, theirs in zip(groups, repeated, strict=True):
+        assert ours.slots / ours.owners < theirs.slots / theirs.owners / 2
 
 
 def triangular(x):
@@ -197,27 +202,30 @@ def abstract(size):
 )
 def test_padding(shape, size, padding):
     mesh = AbstractMesh(shape, gpt2_matrices.AXES)
-    plan = plan_orthogonalization(abstract(size), specs(), mesh=mesh)
-    assert plan.padded_elements <= padding * plan.elements * (1 + 1e-9)
-    members = [member for group in plan.groups for member in group.members]
-    assert sorted(members) == [(leaf, size["layers"]) for leaf in range(4)]
-    for group in plan.groups:
-        assert sum(count for _, count in group.members) <= group.slots
-    slots = [group.rows * group.cols for group in plan.groups]
+    groups = orthogonalization_groups(abstract(size), specs(), mesh=mesh)
+    elements = sum(group.elements for group in groups)
+    assert sum(group.padded_elements for group in groups) <= padding * elements * (1 + 1e-9)
+    assert elements == sum(math.prod(x.shape) for x in abstract(size).values())
+    assert sorted(leaf for group in groups for leaf in group.stacks) == [0, 1, 2, 3]
+    for group in groups:
+        assert size["layers"] * len(group.stacks) <= group.slots
+    slots = [group.rows * group.cols for group in groups]
     assert slots == sorted(slots, reverse=True)
 
 
-def test_the_printed_table():
+def test_equal_matrices_travel_together():
     mesh = AbstractMesh((1, 16, 1), gpt2_matrices.AXES)
-    plan = plan_orthogonalization(abstract(XL), specs(), mesh=mesh)
-    assert str(plan).splitlines() == [
-        "group        matrices  owners  slots  exchange  MB     GFLOP   members",
-        "1600 x 6400  96        16      96     fsdp      245.8  2211.8  c_fc[48], mlp_proj[48]",
-        "1600 x 4800  48        16      48     fsdp      92.2   860.2   c_attn[48]",
-        "1600 x 1600  48        16      48     fsdp      30.7   368.6   attn_proj[48]",
-        "P = 1,474,560,000 elements, P_padded = 1,474,560,000 (1.000 P)",
-        "per device and step: 368.6 MB in bfloat16, 3.44e+12 FLOPs in 5 iterations",
+    groups = orthogonalization_groups(abstract(XL), specs(), mesh=mesh)
+    found = [
+        (g.rows, g.cols, g.slots, g.owners, [stack.name for stack in g.stacks.values()])
+        for g in groups
     ]
+    assert found == [
+        (1600, 6400, 96, 16, ["c_fc", "mlp_proj"]),
+        (1600, 4800, 48, 16, ["c_attn"]),
+        (1600, 1600, 48, 16, ["attn_proj"]),
+    ]
+    assert 2 * sum(group.transfer_elements for group in groups) == 368_640_000  # in bfloat16
 
 
 def test_an_embedding_is_a_group_of_its_own():
@@ -225,20 +233,20 @@ def test_an_embedding_is_a_group_of_its_own():
     table = jax.ShapeDtypeStruct((50304, 1600), jnp.float32)
     embedding = MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec(None, "fsdp"))
     params, matrix_specs = abstract(XL) | {"wte": table}, specs() | {"wte": embedding}
-    plan = plan_orthogonalization(params, matrix_specs, mesh=mesh)
-    without = plan_orthogonalization(abstract(XL), specs(), mesh=mesh)
-    assert (plan.groups[0].members, plan.groups[0].slots) == (((4, 1),), 64)
-    assert plan.padded_elements - without.padded_elements == 64 * 50304 * 1600
+    groups = orthogonalization_groups(params, matrix_specs, mesh=mesh)
+    assert (list(groups[0].stacks), groups[0].slots) == ([4], 64)
+    assert groups[0].padded_elements == 64 * 50304 * 1600
+    assert groups[1:] == orthogonalization_groups(abstract(XL), specs(), mesh=mesh)
 
 
 def test_the_partition_of_arrays_that_carry_one():
     mesh = make_mesh((1, 4, 2))
     updates = jax.device_put(random_matrices(4), gpt2_matrices.shardings(mesh))
     bare = specs(partitions=dict.fromkeys(PARTITIONS))
-    from_arrays = plan_orthogonalization(updates, bare, mesh=mesh)
-    assert from_arrays.groups == plan_orthogonalization(updates, specs(), mesh=mesh).groups
+    from_arrays = orthogonalization_groups(updates, bare, mesh=mesh)
+    assert from_arrays == orthogonalization_groups(updates, specs(), mesh=mesh)
     with refused(ValueError, "attn_proj is a matrix", "MatrixSpec(partition="):
-        jax.eval_shape(lambda u: plan_orthogonalization(u, bare, mesh=mesh) and u, updates)
+        jax.eval_shape(lambda u: orthogonalize(u, bare, mesh=mesh), updates)
 
 
 MESHES = [(a, b, 8 // a // b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8) if a * b <= 8]
