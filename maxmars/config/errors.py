@@ -20,10 +20,7 @@ from urllib.parse import unquote, urlsplit
 EXTERNAL_ERRORS = (OSError, ValueError, ImportError, KeyError)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_LIBRARIES = [
-    _PACKAGE,
-    *map(Path, map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))),
-]
+_STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 
 @contextlib.contextmanager
@@ -59,7 +56,9 @@ def place_in_own_file(error: BaseException) -> str | None:
     """`FILE.py:LINE` of the user's where an error was raised; None where it was in a library."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if path.is_file() and not any(folder in path.parents for folder in _LIBRARIES):
+        is_library = {"site-packages", "dist-packages"} & {*path.parts}  # of any environment
+        is_library = is_library or {_PACKAGE, _STANDARD_LIBRARY} & {*path.parents}
+        if path.is_file() and not is_library:
             return f"{path.name}:{frame.lineno}"
     return None
 
