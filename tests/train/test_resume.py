@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -288,10 +289,10 @@ def mesh_of(config):
     return sharding.make_mesh(config.mesh)
 
 
-def loaded(path, config, *, optimizer_state=False):
+def loaded(path, config, *, optimizer_state=False, tokens=None):
     source = InitFrom(path=str(path), optimizer_state=optimizer_state)
     step = make_train_step(config, Parameters(config.model, mesh_of(config)))
-    return load_initial(config, step, source, open_split(config.data.path, "train"))
+    return load_initial(config, step, source, tokens or open_split(config.data.path, "train"))
 
 
 def saved(workdir, config, step=None):
@@ -482,7 +483,8 @@ def test_a_hugging_face_model(reference_dir, short_config):
         num_layers=2, num_heads=2, embed_dim=32, vocab_size=50257, vocab_pad_multiple=64
     )
     config = short_config(model=shape, mesh=MeshConfig(fsdp=4, tensor=2))
-    initial = loaded(directory, config)
+    tokens = SimpleNamespace(tokenizer="gpt2", tokenizer_digest=None, tokenizer_place=None)
+    initial = loaded(directory, config, tokens=tokens)
     assert initial.origin["weights"] == str(directory)
     table = jax.device_get(initial.state.params["wte"]["embedding"])
     stored = huggingface.load_params(
@@ -493,7 +495,8 @@ def test_a_hugging_face_model(reference_dir, short_config):
     np.testing.assert_array_equal(table[:50257], stored["wte"]["embedding"])
     assert table.shape == (50304, 32)
     assert_equal(initial.state.params["h"], stored["h"])
+    shorter = short_config(model=dataclasses.replace(shape, max_seq_len=512))
     with refused(ValueError, directory, "model.max_seq_len", "1024 there", "512 here"):
-        loaded(directory, short_config(model=dataclasses.replace(shape, max_seq_len=512)))
+        loaded(directory, shorter, tokens=tokens)
     with refused(ValueError, directory, "--init-optimizer-state"):
-        loaded(directory, config, optimizer_state=True)
+        loaded(directory, config, optimizer_state=True, tokens=tokens)
