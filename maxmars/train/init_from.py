@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxmars.checkpoint import Checkpoint, candidates, load_arrays, load_params
+from maxmars.checkpoint import Checkpoint, candidates, load_arrays, load_params, read
 from maxmars.checkpoint.digest import combine, digest, leaf_types
 from maxmars.checkpoint.journal import read_journal
 from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
@@ -215,8 +215,11 @@ def _check_tokenizer(path: str, target: RunTarget | HFTarget, tokens: Tokenized)
     """Refuse weights for tokens of another tokenizer; where one of the two has none, say so."""
     if tokens.tokenizer == UNKNOWN_TOKENIZER:
         return
+    is_run = isinstance(target, RunTarget)
     try:
-        theirs = target.tokenizer(target.config())
+        # Of a run only the record is read: its code may be gone, and does not run here.
+        config = read(target.checkpoints, target.step).config.model if is_run else target.config()
+        theirs = target.tokenizer(config)
         what = difference(theirs, tokens)
     except (ImportError, OSError) as error:
         if processes.is_primary():
@@ -225,7 +228,6 @@ def _check_tokenizer(path: str, target: RunTarget | HFTarget, tokens: Tokenized)
     if what is not None:
         name = theirs.name
         if name == JsonTokenizer.name:
-            is_run = isinstance(target, RunTarget)
             name = str(target.workdir / TOKENIZER if is_run else target.directory)
         raise ValueError(
             f"the weights in {path} are of another tokenizer than the tokens: {what}. Prepare the "
