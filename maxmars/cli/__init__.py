@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import importlib
 import importlib.util
 import logging
@@ -16,7 +17,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,11 +63,23 @@ def main(argv: list[str] | None = None) -> None:
     """
     if argv is None:
         argv = sys.argv[1:]
+    if getattr(sys.unraisablehook, "func", None) is not _show_unraisable:
+        sys.unraisablehook = functools.partial(_show_unraisable, sys.unraisablehook)
     # A run must not end because nobody reads what it prints; its metrics are in its files.
     with standard_streams(keep_going=argv[:1] == ["train"]):
         code = _run(argv)
     if code:
         sys.exit(code)
+
+
+def _show_unraisable(show: Callable[..., None], unraisable: sys.UnraisableHookArgs) -> None:
+    """Show an error that Python can raise nowhere, unless it only follows one that was raised.
+
+    Where one array of a checkpoint cannot be read or written, which raises, the threads of
+    TensorStore (0.1.86) have such an error of each other array that was under way.
+    """
+    if str(unraisable.exc_value) != "Event loop is closed":
+        show(unraisable)
 
 
 def _run(argv: list[str]) -> int:

@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -248,6 +250,17 @@ EDITS = {  # of a line of the metrics: a key that it has, its step, and lines in
     "twice": ("train/loss", 5, lambda row: [row, row], 4),
     "gone": ("train/loss", 1, lambda row: None, 0),
 }
+
+
+@pytest.mark.seconds
+def test_a_damaged_state_is_told_without_errors_of_its_threads(copied):
+    for file in (copied / "checkpoints" / "4" / "state" / "d").iterdir():
+        file.write_bytes(file.read_bytes()[:1000])
+    command = [sys.executable, "-m", "maxmars", "audit", str(copied)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    assert "step 4 is damaged" in told.stdout
+    assert "Traceback" not in told.stderr
 
 
 @pytest.mark.parametrize("name", EDITS)
