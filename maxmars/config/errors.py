@@ -56,8 +56,9 @@ def place_in_own_file(error: BaseException) -> str | None:
     """`FILE.py:LINE` of the user's where an error was raised; None where it was in a library."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        is_library = {"site-packages", "dist-packages"} & {*path.parts}  # of any environment
-        is_library = is_library or {_PACKAGE, _STANDARD_LIBRARY} & {*path.parents}
+        # The folders of libraries have these names in every environment.
+        is_installed = not {"site-packages", "dist-packages"}.isdisjoint(path.parts)
+        is_library = is_installed or not {_PACKAGE, _STANDARD_LIBRARY}.isdisjoint(path.parents)
         if path.is_file() and not is_library:
             return f"{path.name}:{frame.lineno}"
     return None
