@@ -5,9 +5,14 @@ matrix on every device, which is what XLA does if left alone, moves tens of giga
 each device becomes the owner of some whole matrices instead: the pieces go to the owners in one
 all-to-all over all axes that cut the matrices, and back in another.
 
+A mesh axis plays one of three roles for an array. It cuts its matrices (then their pieces are
+exchanged over it), or it cuts the stack of matrices (each shard of the stack is then treated alike,
+and nothing is exchanged over it), or it holds copies (each copy then takes its share of the stack,
+and the results are gathered over it).
+
 A `Stack` says how an array of matrices lies on a mesh and brings its pieces to owners and back,
 inside of a function that `on_mesh` runs on each device's shards; `on_whole_matrices` does so for a
-tree of them.
+tree of them, in `MatrixGroup`s of equal matrices.
 """
 
 import itertools
@@ -47,7 +52,7 @@ class Stack:
     #
     #   cuts        (("fsdp",), (), ("tensor",), ())
     #   stack (1,)  rows (0,)  cols (2, 3)            three matrices of 768 x 768
-    #   local_shape [192, 3, 6, 64]                   of a device; to_stack: [3, 192, 384]
+    #   local_shape [192, 3, 6, 64]                   of a device; to_stack: [3, 192, 6, 64]
     #   pieces      (("fsdp",), ("tensor",), ())      of rows, heads and head_dim
     #   owners      8, of which three get a matrix: to_owners: [1, 768, 768]
     name: str
@@ -131,9 +136,11 @@ class MatrixGroup:
     """By the numbers of the arrays among the leaves."""
     rows: int
     cols: int
+    """Shape of a matrix."""
     slots: int
     """Matrices of one shard of the stack, zero padding included."""
     owners: int
+    """Devices that divide the slots among them."""
 
     @property
     def stack(self) -> Stack:
@@ -206,8 +213,10 @@ def _is_tall(stack: Stack, array: Any, spec: MatrixSpec) -> bool:
     """
     _, rows, cols = stack.sizes(stack.shape)
     entries = entries_of(_partition_of(array, spec) or PartitionSpec(), spec)
-    a, b = (sorted(itertools.chain(*map(entries.__getitem__, x))) for x in (stack.rows, stack.cols))
-    return rows > cols or (rows == cols and bool(b) and (not a or b < a))
+    of_rows, of_cols = (
+        sorted(name for axis in axes for name in entries[axis]) for axes in (stack.rows, stack.cols)
+    )
+    return rows > cols or (rows == cols and bool(of_cols) and (not of_rows or of_cols < of_rows))
 
 
 def _ownership_axes(axes: Sequence[str], stacks: Iterable[Stack]) -> set[str]:

@@ -186,7 +186,8 @@ def clip_by_matrix_norm(
     def update_fn(
         updates: Tree, state: Any, params: Tree = None
     ) -> tuple[Tree, ClipByMatrixNormState]:
-        del state, params
+        del state
+        specs = resolve_specs(matrix_specs, updates if params is None else params)
 
         def norm(c: jax.Array, spec: MatrixSpec) -> jax.Array:
             axes = spec.inner if c.ndim else ()
@@ -196,7 +197,7 @@ def clip_by_matrix_norm(
             return c * (threshold / jnp.maximum(n, threshold))
 
         wide = widened(updates)  # the square of 300 is infinite in float16
-        norms = jax.tree.map(norm, wide, resolve_specs(matrix_specs, updates))
+        norms = jax.tree.map(norm, wide, specs)
         clipped = jax.tree.map(clip, wide, norms)
         leaves = jax.tree.leaves(norms)
         longer = sum((jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0))

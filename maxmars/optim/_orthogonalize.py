@@ -59,10 +59,9 @@ def scale_by_orthogonalization(
         return optax.EmptyState()
 
     def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        del params
         directions = orthogonalize(
             updates,
-            matrix_specs,
+            resolve_specs(matrix_specs, updates if params is None else params),
             steps=steps,
             coefficients=coefficients,
             eps=eps,
@@ -135,8 +134,8 @@ def orthogonalize(
         return (wide * _factor(spec, x.shape, scale)).astype(x.dtype)
 
     narrow = jax.tree.map(lambda x, s: x.astype(dtype) if s.is_matrix else x, updates, specs)
-    axes = _ownership_axes(updates, mesh, ownership_axes)
-    results = on_whole_matrices(whole, narrow, matrix_specs, mesh, axes, wide=True)
+    axes = _or_default(ownership_axes, updates, mesh)
+    results = on_whole_matrices(whole, narrow, specs, mesh, axes, wide=True)
     return jax.tree.map(scaled, updates, results, specs)
 
 
@@ -147,12 +146,17 @@ def orthogonalization_groups(
     mesh: AnyMesh | None = None,
     ownership_axes: Sequence[str] | None = None,
 ) -> tuple[MatrixGroup, ...]:
-    """What `orthogonalize` would exchange; only shapes and shardings of `params` matter."""
-    axes = _ownership_axes(params, mesh, ownership_axes)
+    """The groups in which `orthogonalize` exchanges matrices, the largest matrices first.
+
+    Only shapes and shardings of `params` matter, which may be `jax.ShapeDtypeStruct`s. For the
+    other arguments and the errors see `orthogonalize`.
+    """
+    axes = _or_default(ownership_axes, params, mesh)
     return groups_of(params, matrix_specs, mesh, axes, wide=True)
 
 
-def _ownership_axes(tree: Any, mesh: AnyMesh | None, axes: Sequence[str] | None) -> Sequence[str]:
+def _or_default(axes: Sequence[str] | None, tree: Any, mesh: AnyMesh | None) -> Sequence[str]:
+    """The ownership axes, by default those of `DEFAULT_OWNERSHIP_AXES` that the mesh has."""
     mesh = mesh_of(jax.tree.leaves(tree)) if mesh is None else mesh
     names = () if mesh is None else mesh.axis_names
     return [axis for axis in DEFAULT_OWNERSHIP_AXES if axis in names] if axes is None else axes

@@ -175,9 +175,9 @@ def scale_by_soap(
         return _joined(jnp.zeros([], jnp.int32), states, treedef)
 
     def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScaleBySoapState]:
-        del params
+        specs = resolve_specs(matrix_specs, updates if params is None else params)
         leaves, treedef = jax.tree.flatten(updates)
-        stacks = _stacks_of(updates, matrix_specs, mesh, sides)
+        stacks = _stacks_of(updates, specs, mesh, sides)
         results = [
             step(g, own_state, state.count)
             if own is None
