@@ -19,8 +19,8 @@ failed. Pieces, in the order in which they run:
   generate, eval   tokens and HellaSwag questions a second
 
 Options after `--` go to every train step that is measured. `--rehearse` runs tiny models on the
-CPU. `--table` runs nothing: it prints what DIR holds as Markdown, and the line of data that
-calibrates `maxmars plan`.
+CPU. `--table` runs nothing: it prints what DIR holds as Markdown, with how far the clock and the
+memory of `maxmars plan` are from each measured step.
 """
 
 from __future__ import annotations
@@ -43,9 +43,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from maxmars.compare.tables import markdown_table  # noqa: E402
-from maxmars.config.chips import CHIPS, chip_name  # noqa: E402
 from maxmars.distributed.files import write_json  # noqa: E402
-from maxmars.plan.roofline import Calibration  # noqa: E402
 
 OPTIMIZERS = ("adamw", "mars", "mars_m", "muon")
 AGAIN = 75
@@ -255,21 +253,6 @@ Steps = dict[str, list[dict[str, Any]]]
 """What was measured of each contestant, by unit."""
 
 
-def calibrate(steps: Steps, measured: str) -> Calibration | None:
-    """The clock's factor, in the middle of all measured steps, and the largest error with it."""
-    pairs = [
-        (row["step_time"]["median"], clock["seconds"])
-        for rows in steps.values()
-        for row in rows
-        if (clock := row.get("plan", {}).get("clock"))
-    ]
-    if not pairs:
-        return None
-    scale = round(statistics.median(seconds / planned for seconds, planned in pairs), 3)
-    error = max(abs(scale * planned / seconds - 1) for seconds, planned in pairs)
-    return Calibration(measured=measured, error=round(error, 3), scale=scale)
-
-
 def step_row(unit: str, row: dict[str, Any], in_turns: bool) -> list[str]:
     def shown(found: dict[str, float], form: str) -> str:
         middle, low, high = (format(found[key], form) for key in ("median", "min", "max"))
@@ -296,7 +279,7 @@ def step_row(unit: str, row: dict[str, Any], in_turns: bool) -> list[str]:
 
 
 def print_table(found: dict[str, dict[str, Any]]) -> None:
-    """Print all that was found: the card, steps, their longest operations, the calibration."""
+    """Print all that was found: the card, steps, their longest operations."""
     machine = found.get("machine")
     versions = machine["environment"] if machine else {}
     if machine:
@@ -327,12 +310,6 @@ def print_table(found: dict[str, dict[str, Any]]) -> None:
             own = {"found": each} if isinstance(each, list) else each
             own = {k: v for k, v in own.items() if k not in ("config", "environment")}
             print(f"\n{name}: {json.dumps(own)}")
-    if machine:
-        measured = f"{machine['date']}, {machine['device_kind']}, JAX {versions['jax']}"
-        fit = calibrate(steps, measured)
-        if fit is not None and (kind := chip_name(machine["device_kind"])) is not None:
-            print("\nFor CALIBRATIONS in maxmars/plan/roofline.py:\n")
-            print(f"    {CHIPS[kind].name!r}: {fit!r},")
 
 
 def main(words: list[str]) -> None:

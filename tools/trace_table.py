@@ -19,8 +19,8 @@ import jax
 from rich.console import Console
 from rich.table import Column, Table
 
-from maxmars.distributed.collectives import scopes_of
-from maxmars.distributed.hlo import parse
+from maxmars.plan.collectives import scopes_of
+from maxmars.plan.hlo import parse
 
 PHASES = ("forward", "backward", "clip", "optimizer", "other")
 _CONTAINERS = ("while", "conditional", "call")  # the trace holds the operations in them as well

@@ -112,16 +112,17 @@ def _load(
 ) -> Callable[[list[str]], Iterator[TextPiece]]:
     """Load the model; returns what gives the text of all prompts as it comes."""
     with loading_jax(stderr=True):
-        from maxmars.distributed import programs, sharding
+        from maxmars.distributed import sharding
         from maxmars.eval import load
         from maxmars.eval.generate import Sampling, stream_texts
         from maxmars.eval.trained_model import find_target
+        from maxmars.train import compile_cache
 
     # A model on the hub is fetched, which has its line.
     target = find_target(arguments.target)
     with progress.waiting(f"loading {arguments.target}"):
         mesh = sharding.make_mesh(arguments.mesh)
-        programs.keep_in_cache(mesh.devices.flat[0].platform)
+        compile_cache.keep_in_cache(mesh.devices.flat[0].platform)
         trained = load(target, mesh=mesh)
     sampling = Sampling(
         temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p

@@ -40,14 +40,14 @@ from maxmars.config import TrainConfig
 from maxmars.config.errors import in_words
 from maxmars.config.numbers import duration
 from maxmars.data.batches import TrainBatches, open_data
-from maxmars.distributed import programs, sharding
-from maxmars.distributed.collectives import collectives
+from maxmars.distributed import sharding
 from maxmars.distributed.failures import StopRequests
 from maxmars.distributed.files import read_json
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.workdir import CHECKPOINTS, ENVIRONMENT
 from maxmars.model.parameters import Parameters
-from maxmars.train import train
+from maxmars.plan.collectives import collectives
+from maxmars.train import compile_cache, train
 from maxmars.train.auto import choose_precision, prepare
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer
@@ -143,9 +143,9 @@ def keep_programs(workdir: Path) -> None:
     compile once."""
     platform = jax.devices()[0].platform
     if platform == "cpu":
-        programs.keep_in_cache(platform)
+        compile_cache.keep_in_cache(platform)
     else:
-        programs.keep_beside(workdir, platform)
+        compile_cache.keep_beside(workdir, platform)
 
 
 def _take(cells: Iterable[Cell], workdir: Path) -> tuple[Cell, FileLock] | None:

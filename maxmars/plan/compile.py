@@ -18,12 +18,12 @@ from jax.tree_util import GetAttrKey
 from maxmars.config import TrainConfig
 from maxmars.config.chips import Chip
 from maxmars.data.batches import batch_types, validation_rows
-from maxmars.distributed.collectives import SCOPES, Collective, collectives
 from maxmars.distributed.sharding import bytes_on_chip
-from maxmars.distributed.step_clock import StepClock, step_clock
 from maxmars.eval.validation import make_eval_step
 from maxmars.model.parameters import Parameters
 from maxmars.optim import ScaleBySoapState
+from maxmars.plan.clock import StepClock, step_clock
+from maxmars.plan.collectives import SCOPES, Collective, collectives
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import less_memory_hint
 from maxmars.train.step import TrainState, TrainStep

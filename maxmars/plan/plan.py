@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +29,13 @@ from maxmars.config import (
     TrainConfig,
     to_dict,
 )
+from maxmars.config.chips import Network
 from maxmars.data.batches import batch_types
-from maxmars.distributed.step_clock import PRODUCTS
 from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
 from maxmars.optim import MatrixGroup, orthogonalization_groups
+from maxmars.plan.clock import ATTENTION_SHARE, LAUNCH_S, MEMORY_SHARE, PRODUCTS, PRODUCTS_SHARE
+from maxmars.plan.collectives import Collective, Phase, wire_bytes
 from maxmars.plan.compile import (
     ChipMemory,
     Compiled,
@@ -42,20 +45,57 @@ from maxmars.plan.compile import (
     compile_train_step,
     soap_travelling_bytes,
 )
-from maxmars.plan.roofline import (
-    CALIBRATIONS,
-    Bound,
-    Calibration,
-    Flops,
-    Traffic,
-    assumptions,
-    bound,
-    traffic,
-)
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import less_memory, less_memory_hint, prepare, slow_network_warning
 from maxmars.train.optimizer import summarize_rules, update_rules
 from maxmars.train.step import TrainStep
+
+_OF_TPUS = (
+    "no step was timed on a TPU: the clock is the compiler's, which charges bfloat16 elementwise "
+    "work as float32; at the memory's rate it takes the time of its bytes; loops of windowed "
+    "einsums are overcharged by 32 to 81% where measured"
+)
+_OF_GPUS = (
+    f"the clock: products run at {PRODUCTS_SHARE:.0%} of the published FLOP/s, attention at "
+    f"{ATTENTION_SHARE:.0%}, all else at {MEMORY_SHARE:.0%} of the memory's rate, and no kernel in "
+    f"under {1e6 * LAUNCH_S:.1f} us, as on an H200, whose measured steps (2026-11-28, JAX 0.11.2) "
+    "differ by up to 7%; no other GPU was measured; collectives run at the networks' published "
+    "rates, beside what runs meanwhile"
+)
+_WITHOUT_CLOCK = (
+    "the cycles a second of this chip are unknown, so there is no clock: the times are those of "
+    "the matrix products at the published bfloat16 FLOP/s, and lower bounds"
+)
+_OF_ALL = "evaluation, checkpoints, compilation and restarts are not counted"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """All collectives of one kind in one step."""
+
+    op: str
+    axes: tuple[str, ...] | None
+    """Mesh axes; None if the groups of devices fit no axes."""
+    network: Network
+    phase: Phase
+    count: int
+    """Executions."""
+    bytes: int
+    """Bytes of the results on one chip (reduce-scatter: of the operands)."""
+    wire_bytes: float
+    """Bytes that a chip sends if rings carry them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flops:
+    """FLOPs of one step over all chips."""
+
+    model: int
+    """6 N + 12 L d T a token, as MFU is measured (`model.Parameters.flops_per_token`)."""
+    hardware: int
+    """Matrix products that run, recomputation and optimizer included."""
+    optimizer: int
+    """The optimizer's share of `hardware`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +115,6 @@ class Plan:
     exchange: tuple[MatrixGroup, ...]
     """Equal matrices that go to their owners together; none if nothing is orthogonalised."""
     flops: Flops
-    bound: Bound | None
-    """The least time of a step; None on fake devices, whose speed means nothing."""
-    calibration: Calibration | None
-    """How measured steps compare with the clock; None of a chip on which none was measured."""
     price: float | None
     """Of a chip for an hour, in any currency."""
     train_step: CompiledTrainStep
@@ -92,24 +128,24 @@ class Plan:
     """Lines about what was chosen, and warnings."""
 
     @property
-    def clock_scale(self) -> float:
-        """What the clock is multiplied by: the calibration's factor, or 1."""
-        return 1.0 if self.calibration is None else self.calibration.scale
+    def compute_bound_seconds(self) -> float:
+        """Of the matrix products of a step at the published FLOP/s; `inf` of fake devices, whose
+        speed means nothing."""
+        if self.topology.chip is None:
+            return math.inf
+        return self.flops.hardware / (self.mesh.size * self.topology.chip.peak_flops)
 
     @property
     def step_seconds(self) -> float:
-        """Of a step, by the clock or, where there is none, the bound; `inf` of fake devices."""
-        if (clock := self.train_step.clock) is not None:
-            return self.clock_scale * clock.seconds
-        return math.inf if self.bound is None else self.bound.step_time_s
+        """Of a step by the clock, or its compute bound where there is none."""
+        clock = self.train_step.clock
+        return self.compute_bound_seconds if clock is None else clock.seconds
 
     @property
-    def low_step_seconds(self) -> float | None:
-        """At the low figure of a TPU's clock; None without one."""
+    def at_memory_rate_seconds(self) -> float | None:
+        """Of a step by a TPU's clock, at the memory's rate; None without one."""
         clock, chip = self.train_step.clock, self.topology.chip
-        if clock is None or chip is None or not chip.is_tpu:
-            return None
-        return self.clock_scale * clock.low_seconds
+        return clock.at_memory_rate_seconds if clock and chip and chip.is_tpu else None
 
     def mfu(self, seconds: float) -> float:
         """Model FLOPs of a step that takes so long, divided by what the chips could do in it."""
@@ -148,7 +184,8 @@ class Plan:
         chip = self.topology.chip
         if chip is None:
             return ()
-        return assumptions(chip, self.calibration, clock=self.train_step.clock)
+        of_clock = _OF_TPUS if chip.is_tpu else _OF_GPUS
+        return (_WITHOUT_CLOCK if self.train_step.clock is None else of_clock, _OF_ALL)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON-ready values; bytes are per device, and those of one step."""
@@ -176,13 +213,9 @@ class Plan:
             },
             "flops": dataclasses.asdict(self.flops),
             "time": self._time_json(),
-            "bound": None if self.bound is None else dataclasses.asdict(self.bound),
             "clock": None
             if self.train_step.clock is None
             else dataclasses.asdict(self.train_step.clock),
-            "calibration": None
-            if self.calibration is None
-            else dataclasses.asdict(self.calibration),
             "assumptions": list(self.assumptions),
             "eval": None
             if step is None
@@ -203,12 +236,13 @@ class Plan:
     def _time_json(self) -> dict[str, Any] | None:
         if self.topology.chip is None:
             return None
-        low = self.low_step_seconds
+        at_memory_rate = self.at_memory_rate_seconds
         return {
             "step_time_s": self.step_seconds,
-            "low_step_time_s": low,
+            "step_time_at_memory_rate_s": at_memory_rate,
+            "compute_bound_s": self.compute_bound_seconds,
             "mfu": self.mfu(self.step_seconds),
-            "low_mfu": None if low is None else self.mfu(low),
+            "mfu_at_memory_rate": None if at_memory_rate is None else self.mfu(at_memory_rate),
             "tokens_per_day": self.tokens_per_day,
             "days": self.days,
             "cost": self.cost,
@@ -284,8 +318,6 @@ def make_plan(
         largest_mixed_bytes=max(mixed, default=0),
         exchange=_exchange(config.optimizer, parameters),
         flops=flops,
-        bound=None if chip is None else bound(flops, memory, rows, chip, mesh.size),
-        calibration=None if chip is None else CALIBRATIONS.get(chip.name),
         price=price,
         train_step=step,
         eval_step=compile_eval_step(config, step.state.params, mesh, topology) if asked else None,
@@ -293,6 +325,28 @@ def make_plan(
         less_memory=() if fits else tuple(less_memory(config, parameters)),
         messages=tuple(messages),
     )
+
+
+def traffic(
+    collectives: Iterable[Collective], mesh: Mesh, topology: Topology
+) -> tuple[Traffic, ...]:
+    """Collectives summed by operation, axes, network and phase; most bytes first."""
+    groups: dict[tuple, list[Collective]] = defaultdict(list)
+    for c in collectives:
+        groups[c.op, c.axes, topology.network(c, mesh), c.phase].append(c)
+    rows = [
+        Traffic(
+            op=op,
+            axes=axes,
+            network=network,
+            phase=phase,
+            count=sum(c.count for c in members),
+            bytes=sum(c.bytes for c in members),
+            wire_bytes=sum(map(wire_bytes, members)),
+        )
+        for (op, axes, network, phase), members in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
 def prepared_step(
@@ -374,28 +428,25 @@ def _print_clock(plan: Plan) -> None:
     """Print where the step's time goes; nothing of fake devices."""
     clock = plan.train_step.clock
     if clock is None:
-        if plan.topology.chip is not None:
-            print(
-                f"There is no clock: the cycles a second of {plan.topology.chip.name} are unknown."
-            )
         return
-    is_tpu, total = plan.low_step_seconds is not None, clock.seconds
+    is_tpu, total = plan.at_memory_rate_seconds is not None, clock.seconds
 
-    def row(seconds: float, low: float | None = None) -> list[str]:
-        ms = 1e3 * plan.clock_scale
-        numbers = [f"{ms * seconds:,.1f}", f"{100 * seconds / total:.1f}"]
-        return numbers + (["" if low is None else f"{ms * low:,.1f}"] if is_tpu else [])
+    def row(seconds: float, at_memory_rate: float | None = None) -> list[str]:
+        numbers = [f"{1e3 * seconds:,.1f}", f"{100 * seconds / total:.1f}"]
+        rate = "" if at_memory_rate is None else f"{1e3 * at_memory_rate:,.1f}"
+        return [*numbers, rate] if is_tpu else numbers
 
-    columns = ("ms", "%", "at low") if is_tpu else ("ms", "%")
+    columns = ("ms", "%", "at memory's rate") if is_tpu else ("ms", "%")
     title = (
         "The compiler's clock" if is_tpu else "The clock: kernels at an H200's shares of the rates"
     )
     shares = _table(title, "", *map(_right, columns))
     for kind, share in clock.kinds.items():
-        shares.add_row(kind, *row(share.seconds, share.low_seconds))
+        shares.add_row(kind, *row(share.seconds, share.at_memory_rate_seconds))
         if kind == PRODUCTS:
-            shares.add_row("  their bound by the published FLOP/s", *row(share.bound_seconds))
-    shares.add_row("a step", *row(total, clock.low_seconds), style="bold")
+            shares.add_row("  their compute bound", *row(share.compute_bound_seconds))
+    shares.add_row("a step", *row(total, clock.at_memory_rate_seconds), style="bold")
+    shares.add_row("  its compute bound", *row(plan.compute_bound_seconds))
     largest = _table("The most expensive operations", "", *map(_right, ("count", "ms", "%")))
     for each in clock.largest:
         name = f"{each.kind}: {each.name} {each.shape}".replace("[", r"\[")
@@ -451,18 +502,13 @@ def _number_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model TFLOP a step, all chips", f"{flops.model / 1e12:,.4g}"
     yield "matrix products that run, TFLOP", f"{flops.hardware / 1e12:,.4g}"
     yield "of these the optimizer's", f"{flops.optimizer / 1e12:,.4g}"
-    if (bound := plan.bound) is not None:
-        yield "at best rates, s: model arithmetic", f"{bound.model_compute_s:.4f}"
-        yield "  optimizer", f"{bound.optimizer_s:.4f}"
-        for network, seconds in bound.communication_s.items():
-            yield f"  {network}", f"{seconds:.4f}"
-        yield "  a step", f"{bound.step_time_s:.4f}"
-        yield "  with communication hidden", f"{bound.overlapped_step_time_s:.4f}"
-        low, known = plan.low_step_seconds, plan.train_step.clock is not None
-        if known:
-            yield "a step by the clock below, s", f"{plan.step_seconds:.4f}"
-        at_low = "" if low is None else f" .. {plan.mfu(low):.1%}"
-        yield "MFU" if known else "MFU, at most", f"{plan.mfu(plan.step_seconds):.1%}{at_low}"
+    if plan.topology.chip is not None:
+        at_memory_rate, known = plan.at_memory_rate_seconds, plan.train_step.clock is not None
+        name = "a step by the clock below, s" if known else "compute bound of a step, s"
+        yield name, f"{plan.step_seconds:.4f}"
+        mfu = f"{plan.mfu(plan.step_seconds):.1%}"
+        mfu += "" if at_memory_rate is None else f" .. {plan.mfu(at_memory_rate):.1%}"
+        yield "MFU" if known else "MFU, at most", mfu
         yield "tokens a day, billions", f"{plan.tokens_per_day / 1e9:,.2f}"
         yield f"days for {plan.config.num_steps:,} steps", f"{plan.days:,.2f}"
         if plan.cost is not None:

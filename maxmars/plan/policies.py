@@ -15,8 +15,8 @@ from maxmars.plan.plan import Plan, make_plan, prepared_step
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import with_remat
 
-HEADER = f"{'remat':<10} {'microbatches':>12} {'ms a step':>10} {'at low':>9} {'peak GB':>8} "
-HEADER += f"{'sent GB':>8}"
+HEADER = f"{'remat':<10} {'microbatches':>12} {'ms a step':>10} at memory's rate "
+HEADER += f"{'peak GB':>8} {'sent GB':>8}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,9 +49,10 @@ class PolicyPlan:
     def __str__(self) -> str:
         row = f"{self.config.model.remat!s:<10} {self.config.microbatches:>12} "
         if self.plan is None:
-            return f"{row}{'refused by the compiler: too much memory':>38}"
-        low, sent = self.plan.low_step_seconds, sum(c.wire_bytes for c in self.plan.collectives)
-        for seconds, width in ((self.plan.step_seconds, 10), (low, 9)):
+            return f"{row}{'refused by the compiler: too much memory':>45}"
+        sent = sum(c.wire_bytes for c in self.plan.collectives)
+        times = ((self.plan.step_seconds, 10), (self.plan.at_memory_rate_seconds, 16))
+        for seconds, width in times:
             is_known = seconds is not None and math.isfinite(seconds)
             row += f"{f'{1e3 * seconds:,.1f}' if is_known else '':>{width}} "
         row += f"{self.plan.memory.peak_bytes / 1e9:>8.2f} {sent / 1e9:>8.2f}"

@@ -18,7 +18,7 @@ from maxmars.config.checks import UsageError
 from maxmars.config.chips import Chip, Network, Shape, parse_shape
 from maxmars.config.errors import pip_install
 from maxmars.distributed import sharding
-from maxmars.distributed.collectives import Collective
+from maxmars.plan.collectives import Collective
 
 # XLA's GPU compiler asks for the device's limits, which are NVIDIA's for the compute capability.
 _GPU_TARGET = """

@@ -36,7 +36,7 @@ from maxmars.data.batches import (
 )
 from maxmars.data.tokenizer import copy_tokenizer
 from maxmars.data.verification import Verification, own_share
-from maxmars.distributed import processes, programs, sharding
+from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import Workdir, is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
 from maxmars.distributed.workdir import (
@@ -54,6 +54,7 @@ from maxmars.eval.hellaswag import HellaSwagInLoop
 from maxmars.eval.own_evaluation import OwnInLoop
 from maxmars.eval.validation import make_eval_step, sees_later_tokens, validation_loss
 from maxmars.model.parameters import Parameters
+from maxmars.train import compile_cache
 from maxmars.train.agreement import check_agreement
 from maxmars.train.auto import (
     check_memory,
@@ -229,7 +230,7 @@ def check(
     # Enough tokens, and readable? They are the same in any number of microbatches.
     once = dataclasses.replace(config, num_microbatches=1)
     next(TrainBatches(tokens, once, mesh, prefetch_steps=0))
-    programs.keep_beside(workdir, mesh.devices.flat[0].platform)
+    compile_cache.keep_beside(workdir, mesh.devices.flat[0].platform)
     with clock("start", "choosing precision, microbatches and rematerialisation"):
         train_step = prepare(
             config,

@@ -20,8 +20,8 @@ from maxmars.checkpoint.digest import (
     to_plain,
 )
 from maxmars.config import MeshConfig
-from maxmars.distributed.collectives import collectives, total_bytes
 from maxmars.distributed.sharding import make_mesh
+from maxmars.plan.collectives import collectives, total_bytes
 
 
 def reference(x):

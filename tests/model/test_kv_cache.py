@@ -8,9 +8,9 @@ from tiny import MODEL, random_params
 
 from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
-from maxmars.distributed.collectives import collectives
 from maxmars.model.language_model import make_model
 from maxmars.model.parameters import Parameters
+from maxmars.plan.collectives import collectives
 
 LENGTHS = np.array([3, 5, 9, 1], np.int32)
 NEW, SLOTS, PROMPT = 6, 16, 10

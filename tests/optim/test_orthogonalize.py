@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from refusals import refused
 
-from maxmars.distributed.collectives import collectives, total_bytes
 from maxmars.optim import (
     MatrixSpec,
     newton_schulz,
@@ -20,6 +19,7 @@ from maxmars.optim import (
     orthogonalization_groups,
     orthogonalize,
 )
+from maxmars.plan.collectives import collectives, total_bytes
 
 
 def compiled(updates, matrix_specs=None, **options):

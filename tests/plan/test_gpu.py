@@ -6,14 +6,14 @@ import pytest
 from tiny import tiny_config
 
 from maxmars.config import MarsConfig, MeshConfig
-from maxmars.distributed.step_clock import (
+from maxmars.plan import make_plan
+from maxmars.plan.clock import (
     COLLECTIVES,
     LOSS_ELEMENTWISE,
     LOSS_PRODUCTS,
     OPTIMIZER,
     PRODUCTS,
 )
-from maxmars.plan import make_plan
 from maxmars.plan.topology import get_topology
 
 pytestmark = [

@@ -13,9 +13,9 @@ import pytest
 from tiny import MODEL, tiny_config
 
 from maxmars.config import AdamWConfig, MarsConfig, MeshConfig
-from maxmars.distributed.hlo import parse
 from maxmars.model.parameters import Parameters
 from maxmars.plan import get_topology, make_plan
+from maxmars.plan.hlo import parse
 
 ROOT = Path(__file__).parents[2]
 

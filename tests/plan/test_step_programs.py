@@ -8,9 +8,9 @@ import pytest
 from tiny import tiny_config
 
 from maxmars.config import GPT2Config, MeshConfig
-from maxmars.distributed.hlo import parse
-from maxmars.distributed.step_clock import OPTIMIZER
 from maxmars.plan import make_plan
+from maxmars.plan.clock import OPTIMIZER
+from maxmars.plan.hlo import parse
 from maxmars.plan.topology import get_topology
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("uncached")]

@@ -8,22 +8,22 @@ from pathlib import Path
 import jax
 import pytest
 
-from maxmars.distributed import programs
+from maxmars.train import compile_cache
 
 PROGRAM = """
 import sys
 from pathlib import Path
 import jax
-from maxmars.distributed import programs
+from maxmars.train import compile_cache
 
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 jax.jit(lambda x: x + 1)(1.0)  # JAX has looked at its setting
 if sys.argv[1] == "cache":
-    programs.keep_in_cache(sys.argv[2])
+    compile_cache.keep_in_cache(sys.argv[2])
 else:
-    programs.keep_beside(Path(sys.argv[1]), sys.argv[2])
+    compile_cache.keep_beside(Path(sys.argv[1]), sys.argv[2])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.jit(lambda x: x * 2)(1.0)
 print(hits.count("/jax/compilation_cache/cache_hits"))
@@ -66,7 +66,7 @@ def test_a_damaged_program_is_compiled_and_kept_anew(tmp_path):
 @pytest.mark.parametrize("workdir", ["run", "gs://bucket/run"])
 def test_nothing_is_set_on_cpus_and_where_jax_was_told(tmp_path, workdir):
     told = jax.config.jax_compilation_cache_dir  # by tests/conftest.py
-    programs.keep_beside(tmp_path / workdir, "cpu")
-    programs.keep_beside(Path(workdir), "gpu")
-    programs.keep_in_cache("cpu")
+    compile_cache.keep_beside(tmp_path / workdir, "cpu")
+    compile_cache.keep_beside(Path(workdir), "gpu")
+    compile_cache.keep_in_cache("cpu")
     assert jax.config.jax_compilation_cache_dir == told

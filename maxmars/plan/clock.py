@@ -4,7 +4,7 @@ Instructions run one after the other in the order of the text, loops as often as
 say, asynchronous transfers beside them; whoever waits for one waits until it is over. What one
 instruction takes is
 
-* on TPUs, whose compiler writes `"estimated_cycles"` beside most instructions, what that says;
+* on TPUs, whose compiler writes `"estimated_cycles"` beside most instructions, those cycles;
 * of a kernel of attention on TPUs, `KERNELS`, the measured cycles of one block;
 * on GPUs, of a matrix product or of cuDNN's attention, the time of its arithmetic at
   `PRODUCTS_SHARE` or `ATTENTION_SHARE` of the published FLOP/s, or of its bytes if that is longer;
@@ -14,9 +14,9 @@ instruction takes is
 
 How far to trust it: on TPUs products and float32 streams agree with the rates of the chip to 2 to
 30 %. Elementwise work in bfloat16 is charged there as if it were float32, about 2.5 times the
-memory's time, so there is a low figure as well, in which all but products, kernels and collectives
-runs at the memory's rate. Exchanges between slices are not counted. On GPUs the three shares are
-those of one card, an H200; networks were not measured.
+memory's time, so there is a second figure, at the memory's rate: all but products, kernels and
+collectives then takes the time of its bytes, where that is less. Exchanges between slices are not
+counted. On GPUs the three shares are those of one card, an H200; networks were not measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxmars.config.chips import Chip
-from maxmars.distributed.collectives import (
+from maxmars.plan.collectives import (
     OPS,
     Collective,
     Frame,
@@ -43,7 +43,7 @@ from maxmars.distributed.collectives import (
     visit,
     wire_bytes,
 )
-from maxmars.distributed.hlo import Instruction, parse, shape_bytes, tuple_elements
+from maxmars.plan.hlo import Instruction, parse, shape_bytes, tuple_elements
 
 PRODUCTS = "products of the layers"
 ATTENTION = "kernels of attention"
@@ -127,10 +127,10 @@ class Operation:
     """Of the result, or the first of several, without layout."""
     count: int
     seconds: float
-    low_seconds: float
+    at_memory_rate_seconds: float
     """At the memory's rate, where that is less and it is no product, kernel or collective."""
-    bound_seconds: float
-    """Of its matrix products, at the chip's peak; 0 without products."""
+    compute_bound_seconds: float
+    """Of its matrix products, at the chip's published FLOP/s; 0 without products."""
     recomputed: bool
     """Whether XLA computes it once more because memory is short."""
 
@@ -141,8 +141,8 @@ class KindClock:
 
     count: int
     seconds: float
-    low_seconds: float
-    bound_seconds: float
+    at_memory_rate_seconds: float
+    compute_bound_seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class StepClock:
     """The time of one run of a program on one chip."""
 
     seconds: float
-    low_seconds: float
+    at_memory_rate_seconds: float
     """With all but products, kernels and collectives at the memory's rate, padding included; on
     GPUs the same as `seconds`."""
     kinds: dict[str, KindClock]
@@ -194,7 +194,7 @@ def step_clock(
     kinds = {kind: KindClock(**_sums(o for o in operations if o.kind == kind)) for kind in KINDS}
     return StepClock(
         seconds=math.fsum(kind.seconds for kind in kinds.values()),
-        low_seconds=math.fsum(kind.low_seconds for kind in kinds.values()),
+        at_memory_rate_seconds=math.fsum(kind.at_memory_rate_seconds for kind in kinds.values()),
         kinds=kinds,
         recomputed=KindClock(**_sums(o for o in operations if o.recomputed)),
         largest=tuple(sorted(merged, key=lambda o: -o.seconds)[:10]),
@@ -208,7 +208,7 @@ def _sums(operations: Iterable[Operation]) -> dict[str, Any]:
     return {"count": sum(o.count for o in listed), **seconds}
 
 
-_SECONDS = ("seconds", "low_seconds", "bound_seconds")
+_SECONDS = ("seconds", "at_memory_rate_seconds", "compute_bound_seconds")
 _CUBLAS = 'custom_call_target="__cublas'
 _FREE = (
     *("get-tuple-element", "constant", "parameter", "tuple", "bitcast"),
@@ -381,13 +381,13 @@ class _Walk:
 
 
 def _operation(
-    kind: str, i: Instruction, seconds: float, low: float, bound: float = 0.0
+    kind: str, i: Instruction, seconds: float, at_memory_rate: float, compute_bound: float = 0.0
 ) -> Operation:
     name = "/".join(i.op_name.split("/")[-2:]) or i.name
     shape = re.sub(r"\{.*", "", tuple_elements(i.shape)[0])
     # XLA writes .remat, .remat2, .remat_uncompressed; .rematerialized is what it fills anew.
     recomputed = re.search(r"\.remat(?!erialized)", i.name) is not None
-    return Operation(kind, name, shape, 1, seconds, low, bound, recomputed)
+    return Operation(kind, name, shape, 1, seconds, at_memory_rate, compute_bound, recomputed)
 
 
 def _is_beside_attention(frame: Frame, i: Instruction) -> bool:

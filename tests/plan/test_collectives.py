@@ -12,8 +12,8 @@ from tiny import ADAMW, MODEL, tiny_config
 
 from maxmars.config import MeshConfig, SophiaConfig
 from maxmars.distributed import sharding
-from maxmars.distributed.collectives import Collective, collectives, total_bytes, wire_bytes
 from maxmars.model.parameters import Parameters
+from maxmars.plan.collectives import Collective, collectives, total_bytes, wire_bytes
 from maxmars.train.step import make_train_step
 
 AXES = sharding.AXES

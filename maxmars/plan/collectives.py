@@ -33,7 +33,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from maxmars.distributed.hlo import (
+from maxmars.plan.hlo import (
     Computation,
     Instruction,
     Module,

@@ -8,7 +8,8 @@ from tiny import tiny_config
 
 from maxmars.config import MeshConfig
 from maxmars.config.chips import CHIPS
-from maxmars.distributed.step_clock import (
+from maxmars.plan import get_topology, make_plan
+from maxmars.plan.clock import (
     ATTENTION,
     ATTENTION_SHARE,
     CASTS,
@@ -27,7 +28,6 @@ from maxmars.distributed.step_clock import (
     QKV,
     step_clock,
 )
-from maxmars.plan import get_topology, make_plan
 
 V5E, H100 = CHIPS["v5e"], CHIPS["h100"]
 
@@ -71,16 +71,16 @@ def fusion(name, operand, cycles, path, shape="f32[1024,128]{1,0}", calls="adds"
 def test_kinds_and_low_times_of_elementwise_work(path, kind):
     clock = step_clock(module([ARGUMENT, fusion("f", "x", 5000, path)], ADD), V5E)
     assert clock.seconds == clock.kinds[kind].seconds == pytest.approx(5000 / 1.5e9)
-    assert clock.low_seconds == pytest.approx(STREAM)
+    assert clock.at_memory_rate_seconds == pytest.approx(STREAM)
 
 
 def test_padding_and_other_memories():
     fast = "f32[1024,128]{1,0:T(8,128)S(1)}"
     clock = step_clock(module([ARGUMENT, fusion("f", "x", 5000, "jit(f)/add", fast)], ADD), V5E)
-    assert clock.low_seconds == pytest.approx(STREAM / 2)
+    assert clock.at_memory_rate_seconds == pytest.approx(STREAM / 2)
     narrow = "f32[1024,64]{1,0:T(8,128)}"
     body = [f"%x = {narrow} parameter(0)", fusion("f", "x", 5000, "jit(f)/add", narrow)]
-    assert step_clock(module(body, ADD), V5E).low_seconds == pytest.approx(STREAM)
+    assert step_clock(module(body, ADD), V5E).at_memory_rate_seconds == pytest.approx(STREAM)
 
 
 PRODUCT = """%multiplies {
@@ -99,8 +99,8 @@ def test_products(scope, kind):
         + estimated(1000, f"jit(f)/model/jvp({scope})/dot_general"),
     ]
     share = step_clock(module(body, PRODUCT), V5E).kinds[kind]
-    assert share.seconds == share.low_seconds == pytest.approx(1000 / 1.5e9)
-    assert share.bound_seconds == 2 * 256 * 128 * 512 / V5E.peak_flops
+    assert share.seconds == share.at_memory_rate_seconds == pytest.approx(1000 / 1.5e9)
+    assert share.compute_bound_seconds == 2 * 256 * 128 * 512 / V5E.peak_flops
 
 
 LOOP = """%condition {
@@ -214,8 +214,12 @@ FUSED = "%f = bf16[4096,8192]{1,0} fusion(%p, %q), kind=kCustom, calls=%multipli
 def test_products_of_gpus(product):
     body = ["%p = bf16[4096,1024] parameter(0)", "%q = bf16[1024,8192] parameter(1)", product]
     share = step_clock(module(body, DOT), H100).kinds[PRODUCTS]
-    assert share.bound_seconds == 2 * 4096 * 1024 * 8192 / H100.peak_flops
-    assert share.seconds == share.low_seconds == pytest.approx(share.bound_seconds / PRODUCTS_SHARE)
+    assert share.compute_bound_seconds == 2 * 4096 * 1024 * 8192 / H100.peak_flops
+    assert (
+        share.seconds
+        == share.at_memory_rate_seconds
+        == pytest.approx(share.compute_bound_seconds / PRODUCTS_SHARE)
+    )
     for precision, slower in (("", 2), ("operand_precision={highest,highest}, ", 15)):
         wide = DOT.replace("lhs_con", f"{precision}lhs_con").replace("bf16", "f32")
         call = product.replace("custom_call_target", f"{precision}custom_call_target")
@@ -241,8 +245,8 @@ def test_cudnns_attention(kernel, mask, products):
     ]
     share = step_clock(module(body), H100).kinds[ATTENTION]
     flops = products * 2 * 24 * 12 * 1024 * 512 * 64
-    assert share.bound_seconds == pytest.approx(flops / H100.peak_flops)
-    assert share.seconds == pytest.approx(share.bound_seconds / ATTENTION_SHARE)
+    assert share.compute_bound_seconds == pytest.approx(flops / H100.peak_flops)
+    assert share.seconds == pytest.approx(share.compute_bound_seconds / ATTENTION_SHARE)
 
 
 CAST = """%casts {
@@ -289,7 +293,7 @@ def test_all_else_of_gpus_takes_the_time_of_its_bytes(asynchronous):
     else:
         body += [f"ROOT %u = {stack} fusion(%all, %f), kind=kLoop, calls=%updates"]
     clock = step_clock(module(body, ADD, UPDATE), SLOW)
-    assert clock.seconds == clock.low_seconds == pytest.approx(4 * ARRAY * SLOW_BYTE)
+    assert clock.seconds == clock.at_memory_rate_seconds == pytest.approx(4 * ARRAY * SLOW_BYTE)
 
 
 def test_no_kernel_of_a_gpu_is_shorter_than_its_launch():
@@ -430,9 +434,9 @@ def test_a_step_for_tpus():
     assert set(clock.kinds) == set(KINDS)
     assert sum(kind.seconds for kind in clock.kinds.values()) == pytest.approx(clock.seconds)
     for kind in clock.kinds.values():
-        assert kind.bound_seconds <= kind.low_seconds <= kind.seconds
+        assert kind.compute_bound_seconds <= kind.at_memory_rate_seconds <= kind.seconds
     for name in (PRODUCTS, LOSS_PRODUCTS, LOSS_ELEMENTWISE, OPTIMIZER):
         assert clock.kinds[name].seconds > 0, name
     assert clock.seconds == plan.step_seconds
-    assert 0 < plan.mfu(clock.seconds) <= plan.mfu(clock.low_seconds) < 1
+    assert 0 < plan.mfu(clock.seconds) <= plan.mfu(clock.at_memory_rate_seconds) < 1
     assert len(written["largest"]) == 10
