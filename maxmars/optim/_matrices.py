@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
+from optax.contrib import MuonDimensionNumbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +131,8 @@ def resolve_specs(specs: Any, params: Any) -> Any:
 
     Args:
       specs: None for the default of every leaf, or a pytree prefix of `params` whose leaves are
-        `MatrixSpec`s, or None for a vector; or a function from parameters to one of these.
+        `MatrixSpec`s, or optax's `MuonDimensionNumbers` (whose other axes are `batch`), or None for
+        a vector; or a function from parameters to one of these.
       params: the parameters, arrays or abstract.
 
     Returns:
@@ -147,11 +150,11 @@ def resolve_specs(specs: Any, params: Any) -> Any:
         return default_specs(params)
 
     def is_leaf(x: Any) -> bool:
-        return x is None or isinstance(x, MatrixSpec)
+        return x is None or isinstance(x, MatrixSpec | MuonDimensionNumbers)
 
     check_prefix("matrix_specs", specs, params, is_leaf)
 
-    def resolve(spec: MatrixSpec | None, subtree: Any) -> Any:
+    def resolve(spec: Any, subtree: Any) -> Any:
         return jax.tree.map(lambda p: _checked(spec, p), subtree)
 
     return jax.tree.map(resolve, specs, params, is_leaf=is_leaf)
@@ -221,9 +224,11 @@ def _refuse_complex(params: Any) -> None:
             )
 
 
-def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
+def _checked(spec: Any, param: Any) -> MatrixSpec:
     if spec is None:
         return _vector(param.ndim)
+    if isinstance(spec, MuonDimensionNumbers):
+        spec = _of_dimension_numbers(spec, param.ndim)
     if not isinstance(spec, MatrixSpec):
         raise ValueError(
             f"matrix_specs has {spec!r} for a parameter of shape {param.shape}; give a MatrixSpec, "
@@ -236,6 +241,15 @@ def _checked(spec: MatrixSpec | None, param: Any) -> MatrixSpec:
             "name each of its axes in batch, rows or cols."
         )
     return spec
+
+
+def _of_dimension_numbers(numbers: MuonDimensionNumbers, ndim: int) -> MatrixSpec:
+    rows, cols = (
+        tuple(axis + ndim if axis < 0 else axis for axis in np.atleast_1d(axes).tolist())
+        for axes in numbers
+    )
+    batch = (axis for axis in range(ndim) if axis not in {*rows, *cols})
+    return MatrixSpec(batch=tuple(batch), rows=rows, cols=cols)
 
 
 def describe(params: Any, matrix_specs: Any = None, **columns: Any) -> str:

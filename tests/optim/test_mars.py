@@ -159,6 +159,26 @@ def test_without_correction_and_clip_it_is_adamw_of_the_whole_tree():
         assert_trees_close(a, b, 2e-6)
 
 
+def test_specs_may_be_the_dimension_numbers_of_optax():
+    shapes = {"conv": (3, 1, 2, 9), "stacked": (4, 6, 8), "turned": (5, 3), "bias": (9,)}
+    rng = np.random.default_rng(0)
+    params, *grads = (
+        {name: rng.standard_normal(shape, "f") for name, shape in shapes.items()} for _ in range(4)
+    )
+    numbers = {
+        "conv": optax.contrib.MuonDimensionNumbers((0, 1, 2), (3,)),
+        "stacked": optax.contrib.MuonDimensionNumbers(-2, -1),
+        "turned": optax.contrib.MuonDimensionNumbers(1, 0),
+        "bias": None,
+    }
+    theirs = optax.contrib.muon(0.1, nesterov=False, muon_weight_dimension_numbers=numbers)
+    ours = muon(0.1, nesterov=False, ns_dtype="float32", matrix_specs=numbers)
+    matrices = ("conv", "stacked", "turned")  # optax's Adam of vectors has other betas
+    for a, b in zip(run(ours, params, grads), run(theirs, params, grads), strict=True):
+        # Five iterations multiply float32's rounding by up to 3.4 each.
+        assert_trees_close(*({name: x[name] for name in matrices} for x in (a, b)), 1e-5)
+
+
 @pytest.mark.parametrize("variant", ["lion", "shampoo", "m"])
 def test_one_buffer_gives_what_two_give(x64, variant):
     params, *grads = (random_tree(i, dtype="float64") for i in range(20))

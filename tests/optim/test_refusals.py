@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, PartitionSpec
+from optax.contrib import MuonDimensionNumbers
 from refusals import refused
 
 from maxmars.optim import (
@@ -109,6 +110,7 @@ REFUSED = [
     (lambda: mars(0.1, matrix_specs=STACK).init(PARAMS["w"]), "3 axes", "(2, 2)"),
     (lambda: soap(0.1, matrix_specs=STACK).init(PARAMS["w"]), "3 axes", "(2, 2)"),
     (lambda: mars(0.1, matrix_specs={"w": True, "b": None}).init(PARAMS), "True", "(2, 2)"),
+    (lambda: describe(PARAMS, {"w": MuonDimensionNumbers(0, 2), "b": None}), "(2,)", "3 axes"),
     (lambda: describe(PARAMS, rule={"w": "soap"}), "['w']"),
     # parameters and gradients
     (lambda: mars(0.1).init({"w": {"x": 1j * PARAMS["w"]}}), "w.x", "split_real_and_imaginary"),
