@@ -171,17 +171,16 @@ class MatrixGroup:
 
 def groups_of(
     tree: Any,
-    matrix_specs: Any = None,
-    mesh: AnyMesh | None = None,
-    ownership_axes: Sequence[str] = (),
+    specs: Sequence[MatrixSpec],
+    mesh: AnyMesh | None,
+    ownership_axes: Sequence[str],
     *,
-    wide: bool = False,
+    wide: bool,
 ) -> tuple[MatrixGroup, ...]:
-    """The groups of `on_whole_matrices`, the largest matrices first; the arguments are its."""
+    """The groups of `computed_by_owners`, the largest matrices first; the arguments are its."""
     alike: dict[Any, dict[int, Stack]] = {}
-    specs = resolve_specs(matrix_specs, tree)
     stacks = stacks_of(tree, specs, mesh, blocks=True)
-    leaves = list(zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True))
+    leaves = list(zip(jax.tree.leaves(tree), specs, strict=True))
     owned = _ownership_axes(ownership_axes, stacks.values())
     for index, stack in stacks.items():
         if wide and _is_tall(stack, *leaves[index]):
@@ -233,13 +232,14 @@ def _ownership_axes(axes: Sequence[str], stacks: Iterable[Stack]) -> set[str]:
 
 
 def stacks_of(
-    tree: Any, matrix_specs: Any, mesh: AnyMesh | None, *, blocks: bool
+    tree: Any, specs: Sequence[MatrixSpec | None], mesh: AnyMesh | None, *, blocks: bool
 ) -> dict[int, Stack]:
     """The matrices of a tree, by the numbers of its leaves.
 
     Args:
       tree: arrays, tracers or `jax.ShapeDtypeStruct`s.
-      matrix_specs: see `resolve_specs`; of one without a partition the array's sharding is asked.
+      specs: of each leaf, None to leave it out; one without a partition stands for the partition
+        of its array.
       mesh: the mesh; None for one device or for Explicit axes, whose types know it.
       blocks: whether a block of `MatrixSpec.split` is a matrix.
 
@@ -247,12 +247,11 @@ def stacks_of(
       ValueError: a partition is unknown, names another axis, or does not divide its array.
     """
     flat = named_leaves(tree)
-    specs = jax.tree.leaves(resolve_specs(matrix_specs, tree))
     mesh = mesh_of(x for _, x in flat) if mesh is None else mesh
     return {
         i: _stack_of(name, x, spec, mesh, blocks)
         for i, ((name, x), spec) in enumerate(zip(flat, specs, strict=True))
-        if spec.is_matrix and math.prod(x.shape)
+        if spec is not None and spec.is_matrix and math.prod(x.shape)
     }
 
 
@@ -360,8 +359,22 @@ def on_whole_matrices(
       ValueError: a spec or a partition does not fit.
     """
     check_is_mesh(mesh)
+    specs = jax.tree.leaves(resolve_specs(matrix_specs, updates))
+    return computed_by_owners(function, updates, specs, mesh, ownership_axes, wide=wide)
+
+
+def computed_by_owners(
+    function: Callable[[jax.Array], jax.Array],
+    updates: Any,
+    specs: Sequence[MatrixSpec],
+    mesh: AnyMesh | None,
+    ownership_axes: Sequence[str],
+    *,
+    wide: bool,
+) -> Any:
+    """`on_whole_matrices` with the spec of each leaf."""
     leaves, treedef = jax.tree.flatten(updates)
-    groups = groups_of(updates, matrix_specs, mesh, ownership_axes, wide=wide)
+    groups = groups_of(updates, specs, mesh, ownership_axes, wide=wide)
     stack_of = {i: stack for group in groups for i, stack in group.stacks.items()}
 
     def local(shards: Sequence[jax.Array]) -> list[jax.Array]:

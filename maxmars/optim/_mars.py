@@ -21,6 +21,17 @@ paper's updates of c_t:
 at the previous parameters (exact MARS, passed as `prev_grads`). NS is Newton-Schulz. Vectors
 (norms, biases), and in shampoo and m the embeddings, take AdamW on g_t with their own betas.
 
+    mars(...)      makes the parts and, of them, the `Rule` of each kind of parameter
+      |
+    by_kind        one spec and kind for each parameter, and a chain for each rule:
+      |
+      +-- matrix      correct_gradient -> clip_by_matrix_norm -> m_t -> u_t -> + λ p -> × −η
+      +-- embedding   as matrices; in shampoo and m, as vectors
+      +-- vector      g_t -> AdamW's u_t -> + λ p -> × −η
+      |
+    per_matrix     does so in init and in update, where the parameters, and by them specs and
+                   mask, are known
+
 With γ = 1 − β₁ and no clip, m_t is Nesterov momentum: Muon and Moonlight are `m` with other
 constants.
 
@@ -35,21 +46,21 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs, warn_without_specs
+from maxmars.optim._matrices import MatrixSpec
 from maxmars.optim._newton_schulz import Coefficients
 from maxmars.optim._orthogonalize import scale_by_orthogonalization
 from maxmars.optim._rules import (
+    Rule,
     Scalar,
     ScalarOrSchedule,
     Tree,
-    asks_whole_tree,
     by_kind,
     cast_like,
     check_choice,
     check_like_gradients,
     check_numbers,
     in_float32,
-    stepped,
+    per_matrix,
     vector_rate,
     widened,
 )
@@ -166,7 +177,7 @@ class ClipByMatrixNormState(NamedTuple):
 
 def clip_by_matrix_norm(
     threshold: Scalar = 1.0, matrix_specs: Any = None
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """c / max(1, ‖c‖_F / threshold), for each matrix or vector of each stack by itself.
 
     Args:
@@ -178,33 +189,35 @@ def clip_by_matrix_norm(
     """
     check_numbers("be positive", clip_threshold=threshold)
 
+    def norm(c: jax.Array, spec: MatrixSpec) -> jax.Array:
+        axes = spec.inner if c.ndim else ()
+        return jnp.sqrt(jnp.sum(jnp.square(c), axis=axes, keepdims=True))
+
+    def clip(c: jax.Array, n: jax.Array) -> jax.Array:
+        return c * (threshold / jnp.maximum(n, threshold))
+
     def init_fn(params: Tree) -> ClipByMatrixNormState:
-        resolve_specs(matrix_specs, params)  # raises here rather than in the first step
-        warn_without_specs(matrix_specs, params)
+        del params
         return ClipByMatrixNormState(jnp.zeros([], jnp.float32))
 
-    def update_fn(
-        updates: Tree, state: Any, params: Tree = None
-    ) -> tuple[Tree, ClipByMatrixNormState]:
-        del state
-        specs = resolve_specs(matrix_specs, updates if params is None else params)
+    def make(specs: Tree) -> optax.GradientTransformation:
+        def update_fn(
+            updates: Tree, state: Any, params: Tree = None
+        ) -> tuple[Tree, ClipByMatrixNormState]:
+            del state, params
+            wide = widened(updates)  # the square of 300 is infinite in float16
+            norms = jax.tree.map(norm, wide, specs)
+            clipped = jax.tree.map(clip, wide, norms)
+            leaves = jax.tree.leaves(norms)
+            longer = sum(
+                (jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0)
+            )
+            share = longer / max(1, sum(n.size for n in leaves))
+            return cast_like(clipped, updates), ClipByMatrixNormState(share)
 
-        def norm(c: jax.Array, spec: MatrixSpec) -> jax.Array:
-            axes = spec.inner if c.ndim else ()
-            return jnp.sqrt(jnp.sum(jnp.square(c), axis=axes, keepdims=True))
+        return optax.GradientTransformation(init_fn, update_fn)
 
-        def clip(c: jax.Array, n: jax.Array) -> jax.Array:
-            return c * (threshold / jnp.maximum(n, threshold))
-
-        wide = widened(updates)  # the square of 300 is infinite in float16
-        norms = jax.tree.map(norm, wide, specs)
-        clipped = jax.tree.map(clip, wide, norms)
-        leaves = jax.tree.leaves(norms)
-        longer = sum((jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0))
-        share = longer / max(1, sum(n.size for n in leaves))
-        return cast_like(clipped, updates), ClipByMatrixNormState(share)
-
-    return optax.GradientTransformation(init_fn, update_fn)
+    return per_matrix(make, matrix_specs)
 
 
 class CorrectedEmaState(NamedTuple):
@@ -411,7 +424,7 @@ def _corrected(
     exact: bool,
     first_step: str,
     last_grad_dtype: Any,
-    matrix_specs: Any,
+    matrix_specs: Any = None,
 ) -> list[optax.GradientTransformation]:
     correction = correct_gradient(
         b1, gamma, exact=exact, first_step=first_step, last_grad_dtype=last_grad_dtype
@@ -421,7 +434,6 @@ def _corrected(
     return [correction, clip_by_matrix_norm(clip_threshold, matrix_specs)]
 
 
-@asks_whole_tree
 def mars(
     learning_rate: ScalarOrSchedule,
     *,
@@ -499,7 +511,7 @@ def mars(
       ns_scale: "spectral", "rms" or None after Newton-Schulz; "default" is that of the variant.
       mesh: device mesh of the parameters; `MatrixSpec.partition` then says how each is split.
       ownership_axes: mesh axes over which whole matrices are dealt out, see
-        `orthogonalize`.
+        `scale_by_orthogonalization`.
 
     Raises:
       ValueError: an argument is out of range or does not go with another.
@@ -508,10 +520,9 @@ def mars(
     check_choice("embeddings", embeddings, EMBEDDINGS)
     check_numbers("lie in [0, 1)", b2=b2, vector_b1=vector_b1, vector_b2=vector_b2)
     orthogonalizes = variant in ("shampoo", "m")
-    specs = default_specs if matrix_specs is None else matrix_specs
     if amsgrad and variant != "adamw":
         raise ValueError(f"amsgrad=True needs variant='adamw', but it is {variant!r}.")
-    corrected = _corrected(b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, specs)
+    corrected = _corrected(b1, gamma, clip_threshold, exact, first_step, last_grad_dtype)
     adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)
     if memory_efficient:
         _check_memory_efficient(variant, b1, gamma, clip_threshold, exact, first_step)
@@ -531,7 +542,6 @@ def mars(
             if ns_scale == "default":
                 ns_scale = "spectral" if variant == "shampoo" else "rms"
             orthogonalization = scale_by_orthogonalization(
-                specs,
                 steps=ns_steps,
                 coefficients=ns_coefficients,
                 # NS(m / (1 - b1)) with eps beside the norm is NS(m) with eps * (1 - b1).
@@ -542,23 +552,23 @@ def mars(
                 ownership_axes=ownership_axes,
             )
             matrix = [*momentum, orthogonalization]
-    rule = stepped(matrix, weight_decay, mask, learning_rate)
+    rule = Rule(matrix, weight_decay, learning_rate)
     rate = vector_rate(learning_rate, vector_learning_rate, vector_learning_rate_scale)
     vector = _scale_by_adam(vector_b1, vector_b2, eps, amsgrad=amsgrad, correct_eps=variant != "m")
     if vector_weight_decay is None:
         vector_weight_decay = weight_decay
     rules = {
         "matrix": rule,
-        "embedding": stepped([vector], weight_decay, mask, rate),
-        "vector": stepped([vector], vector_weight_decay, mask, rate),
+        "embedding": Rule([vector], weight_decay, rate),
+        "vector": Rule([vector], vector_weight_decay, rate),
     }
     if optimize_vectors:
         rules["vector"] = rule
         if orthogonalizes:
-            rules["vector"] = stepped([*corrected, adam], weight_decay, mask, learning_rate)
+            rules["vector"] = Rule([*corrected, adam], weight_decay, learning_rate)
     if not orthogonalizes or embeddings == "orthogonalize":
         rules["embedding"] = rule
-    return in_float32(by_kind(rules, matrix_specs))
+    return by_kind(rules, matrix_specs, mask)
 
 
 def _check_memory_efficient(

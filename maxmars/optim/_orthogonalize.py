@@ -16,13 +16,13 @@ from maxmars.optim._exchange import (
     AnyMesh,
     MatrixGroup,
     check_is_mesh,
+    computed_by_owners,
     groups_of,
     mesh_of,
-    on_whole_matrices,
 )
-from maxmars.optim._matrices import MatrixSpec, resolve_specs, warn_without_specs
+from maxmars.optim._matrices import MatrixSpec, resolve_specs
 from maxmars.optim._newton_schulz import Coefficients, check_ns_dtype, newton_schulz, triples_of
-from maxmars.optim._rules import Scalar, Tree, check_choice, check_numbers
+from maxmars.optim._rules import Scalar, Tree, check_choice, check_numbers, per_matrix
 
 DEFAULT_OWNERSHIP_AXES = ("fsdp", "tensor")
 SCALES = ("spectral", "rms", None)
@@ -38,61 +38,12 @@ def scale_by_orthogonalization(
     scale: str | None = "spectral",
     mesh: AnyMesh | None = None,
     ownership_axes: Sequence[str] | None = None,
-) -> optax.GradientTransformation:
-    """`orthogonalize` as an optax transformation; vectors pass as they are.
-
-    Args:
-      matrix_specs, steps, coefficients, eps, dtype, scale, mesh, ownership_axes: its.
-
-    Raises:
-      ValueError: an argument is unknown or out of range, or a partition does not fit the mesh.
-    """
-    check_choice("ns_scale", scale, SCALES)
-    check_numbers("be positive", ns_steps=steps, ns_eps=eps)
-    check_ns_dtype(dtype)
-    check_is_mesh(mesh)
-    triples_of(coefficients, steps)
-
-    def init_fn(params: Tree) -> Any:
-        resolve_specs(matrix_specs, params)  # raises here rather than in the first step
-        warn_without_specs(matrix_specs, params)
-        return optax.EmptyState()
-
-    def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
-        directions = orthogonalize(
-            updates,
-            resolve_specs(matrix_specs, updates if params is None else params),
-            steps=steps,
-            coefficients=coefficients,
-            eps=eps,
-            dtype=dtype,
-            scale=scale,
-            mesh=mesh,
-            ownership_axes=ownership_axes,
-        )
-        return directions, state
-
-    return optax.GradientTransformation(init_fn, update_fn)
-
-
-def orthogonalize(
-    updates: Any,
-    matrix_specs: Any = None,
-    *,
-    steps: int | jax.Array = 5,
-    coefficients: Coefficients = "keller",
-    eps: float | jax.Array = 1e-7,
-    dtype: Any = jnp.bfloat16,
-    scale: str | None = "spectral",
-    mesh: AnyMesh | None = None,
-    ownership_axes: Sequence[str] | None = None,
     max_batch_bytes: int = 2**30,
-) -> Any:
-    """Replace each matrix U Σ Vᵀ by about U Vᵀ, times a factor of its shape.
+) -> optax.GradientTransformationExtraArgs:
+    """Replace each matrix U Σ Vᵀ by about U Vᵀ, times a factor of its shape; vectors pass as they
+    are.
 
     Args:
-      updates: a tree of arrays; on a mesh it is best left in the partition of the specs, and is
-        brought there if not.
       matrix_specs: `MatrixSpec`s as a pytree prefix, see `resolve_specs`.
       steps, coefficients, eps: of the iteration, see `newton_schulz`.
       dtype: in which matrices travel and are iterated on, see `newton_schulz`.
@@ -100,7 +51,8 @@ def orthogonalize(
         0.2 sqrt(max(in, out)) (Moonlight, MARS-M), None by nothing; in and out are those of a block
         where `MatrixSpec.split` cuts the matrix.
       mesh: the mesh that the parameters lie on; None for one device, or for parameters on Explicit
-        axes, whose types know the mesh.
+        axes, whose types know the mesh. Updates are best left in the partition of the specs, and
+        are brought there if not.
       ownership_axes: mesh axes over which matrices are distributed, besides those that cut some;
         default: those of "fsdp" and "tensor" that the mesh has. Along any other axis every slice
         repeats the work, which is right over a slow network; add "data" where gathering the updates
@@ -108,17 +60,15 @@ def orthogonalize(
       max_batch_bytes: bound on the temporaries of the iteration. What exceeds it is iterated on in
         several rounds, of one matrix at least.
 
-    Returns:
-      A tree like `updates`: matrices in their own dtypes and the partition of the specs, anything
-      else as it was.
-
     Raises:
-      ValueError: an argument is unknown, a partition is missing or does not divide its array, or
-        the mesh lacks an axis.
+      ValueError: an argument is unknown or out of range; in init or update, a partition is missing
+        or does not divide its array, or the mesh lacks an axis.
     """
-    check_choice("scale", scale, SCALES)
-    check_numbers("be positive", max_batch_bytes=max_batch_bytes)
-    specs = resolve_specs(matrix_specs, updates)
+    check_choice("ns_scale", scale, SCALES)
+    check_numbers("be positive", ns_steps=steps, ns_eps=eps, max_batch_bytes=max_batch_bytes)
+    check_ns_dtype(dtype)
+    check_is_mesh(mesh)
+    triples_of(coefficients, steps)
 
     def iteration(x: Float[Array, "*count rows cols"]) -> Float[Array, "*count rows cols"]:
         return newton_schulz(x, steps=steps, coefficients=coefficients, eps=eps, dtype=dtype)
@@ -133,10 +83,31 @@ def orthogonalize(
         wide = y.astype(jnp.promote_types(x.dtype, jnp.float32))
         return (wide * _factor(spec, x.shape, scale)).astype(x.dtype)
 
-    narrow = jax.tree.map(lambda x, s: x.astype(dtype) if s.is_matrix else x, updates, specs)
-    axes = _or_default(ownership_axes, updates, mesh)
-    results = on_whole_matrices(whole, narrow, specs, mesh, axes, wide=True)
-    return jax.tree.map(scaled, updates, results, specs)
+    def make(specs: Tree) -> optax.GradientTransformation:
+        def orthogonalized(updates: Tree, _: Tree) -> Tree:
+            narrow = jax.tree.map(
+                lambda x, spec: x.astype(dtype) if spec.is_matrix else x, updates, specs
+            )
+            axes = _or_default(ownership_axes, updates, mesh)
+            each = jax.tree.leaves(specs)
+            results = computed_by_owners(whole, narrow, each, mesh, axes, wide=True)
+            return jax.tree.map(scaled, updates, results, specs)
+
+        return optax.stateless(orthogonalized)
+
+    return per_matrix(make, matrix_specs)
+
+
+def orthogonalize(updates: Any, matrix_specs: Any = None, **options: Any) -> Any:
+    """Replace each matrix of a tree as `scale_by_orthogonalization` does, whose options and errors
+    these are.
+
+    Returns:
+      A tree like `updates`: matrices in their own dtypes and the partition of the specs, anything
+      else as it was.
+    """
+    transformation = scale_by_orthogonalization(matrix_specs, **options)
+    return transformation.update(updates, optax.EmptyState())[0]
 
 
 def orthogonalization_groups(
@@ -149,10 +120,11 @@ def orthogonalization_groups(
     """The groups in which `orthogonalize` exchanges matrices, the largest matrices first.
 
     Only shapes and shardings of `params` matter, which may be `jax.ShapeDtypeStruct`s. For the
-    other arguments and the errors see `orthogonalize`.
+    other arguments and the errors see `scale_by_orthogonalization`.
     """
+    specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
     axes = _or_default(ownership_axes, params, mesh)
-    return groups_of(params, matrix_specs, mesh, axes, wide=True)
+    return groups_of(params, specs, mesh, axes, wide=True)
 
 
 def _or_default(axes: Sequence[str] | None, tree: Any, mesh: AnyMesh | None) -> Sequence[str]:

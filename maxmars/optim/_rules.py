@@ -1,15 +1,14 @@
 """What the optimizers share: one rule for each kind of parameter, rates, checks and arithmetic."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from maxmars.optim._matrices import (
-    MatrixSpec,
     check_prefix,
     is_function,
     resolve_specs,
@@ -24,7 +23,6 @@ RULES: dict[str, Callable[[float], bool]] = {
     "lie in (0, 1)": lambda x: 0 < x < 1,
     "be positive": lambda x: x > 0,
 }
-Optimizer = TypeVar("Optimizer", bound=Callable[..., optax.GradientTransformationExtraArgs])
 
 
 def in_float32(
@@ -45,16 +43,22 @@ def in_float32(
     def update_fn(
         updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
     ) -> tuple[Tree, Tree]:
-        if params is not None:
-            params = jax.tree.map(
-                lambda g, p: None if g is None else p, updates, params, is_leaf=lambda g: g is None
-            )
+        params = where_updated(updates, params)
         wide = (widened(tree) for tree in (updates, state, params))
         new_updates, new_state = inner.update(*wide, **extra_args)
         like = updates if params is None else params
         return cast_like(new_updates, like), cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def where_updated(updates: Tree, params: Tree) -> Tree:
+    """The parameters, None in place of those that have no update."""
+    if params is None:
+        return None
+    return jax.tree.map(
+        lambda g, p: None if g is None else p, updates, params, is_leaf=lambda g: g is None
+    )
 
 
 def _without_float16(x: Any) -> Any:
@@ -86,88 +90,102 @@ def cast_like(tree: Tree, like: Tree) -> Tree:
     return jax.tree.map(lambda x, y: x.astype(y.dtype) if x.dtype != y.dtype else x, tree, like)
 
 
-def stepped(
-    direction: Sequence[optax.GradientTransformation],
-    weight_decay: ScalarOrSchedule,
-    mask: Any,
-    learning_rate: ScalarOrSchedule,
-) -> optax.GradientTransformationExtraArgs:
-    """−η (u + λ p), where the chain `direction` gives u and `mask` says which parameters decay."""
-    return optax.chain(
-        *direction,
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+class PerMatrix(optax.GradientTransformationExtraArgs):
+    """A transformation that needs the specs of the parameters; see `per_matrix`."""
+
+    make: Callable[..., optax.GradientTransformation]
+    """Of resolved specs: the transformation of those parameters alone."""
 
 
-def asks_whole_tree(make: Optimizer) -> Optimizer:
-    """The optimizer `make`; functions `matrix_specs` and `mask` are called with all parameters, in
-    an update without them with all updates, and init checks that the mask covers these.
+def per_matrix(
+    make: Callable[..., optax.GradientTransformation], matrix_specs: Any, *masks: Any
+) -> PerMatrix:
+    """The one place where specs and masks are resolved: by all parameters, in init and in update,
+    there by all updates where no parameters are given. It warns of missing specs.
 
-    The parts of `by_kind` have `MaskedNode`s for the parameters of other kinds.
+    Args:
+      make: from the `MatrixSpec` of each parameter, and each mask, to a transformation.
+      matrix_specs: see `resolve_specs`.
+      masks: trees of bools, prefixes of the parameters; or functions from these to such a tree.
     """
 
-    @functools.wraps(make)
-    def made(*args: Any, **options: Any) -> optax.GradientTransformationExtraArgs:
-        # Example: of the parameters {"kernel": Array, "bias": Array} optax.partition, within the
-        # optimizer, shows the rule of the vectors {"kernel": MaskedNode(), "bias": Array}. A mask
-        # by the names or the shapes of both must therefore be called here, before it.
-        mask = options.get("mask")
-        trees: dict[str, Any] = {"matrix_specs": options.get("matrix_specs"), "mask": mask}
-        functions = {name: tree for name, tree in trees.items() if is_function(tree)}
-        # The specs and masks are not known before init or update hand over the parameters, so the
-        # optimizer is made anew there; it has no state of its own, and `jit` makes it once. Made
-        # here, too, it says at once which of its arguments are wrong.
-        plain = make(*args, **options | dict.fromkeys(functions))
+    def of(params: Tree) -> optax.GradientTransformationExtraArgs:
+        specs = resolve_specs(matrix_specs, params)
+        made = make(specs, *(_resolved_mask(mask, params) for mask in masks))
+        return optax.with_extra_args_support(made)
 
-        def of(tree: Tree) -> optax.GradientTransformationExtraArgs:
-            if not functions or not jax.tree.leaves(tree):  # optax.tree.map_params has no leaves
-                return plain
-            return make(*args, **options | {name: f(tree) for name, f in functions.items()})
+    def init_fn(params: Tree) -> Any:
+        transformation = of(params)
+        warn_without_specs(matrix_specs, params)
+        return transformation.init(params)
 
-        def init_fn(params: Tree) -> Tree:
-            if mask is not None and jax.tree.leaves(params):
-                check_prefix("mask", mask(params) if "mask" in functions else mask, params)
-            return of(params).init(params)
+    def update_fn(
+        updates: Tree, state: Any, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, Any]:
+        params = where_updated(updates, params)
+        tree = updates if params is None else params
+        return of(tree).update(updates, state, params, **extra_args)
 
-        def update_fn(
-            updates: Tree, state: Tree, params: Tree = None, **extra_args: Any
-        ) -> tuple[Tree, Tree]:
-            tree = updates if params is None else params
-            return of(tree).update(updates, state, params, **extra_args)
+    transformation = PerMatrix(init_fn, update_fn)
+    transformation.make = make
+    return transformation
 
-        return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
-    return cast(Optimizer, made)
+def _resolved_mask(mask: Any, params: Tree) -> Any:
+    if not jax.tree.leaves(params):  # optax.tree.map_params
+        return params if is_function(mask) else mask
+    if is_function(mask):
+        mask = mask(params)
+    if mask is not None:
+        check_prefix("mask", mask, params)
+    return mask
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """The update −η (u + λ p), where the chain `direction` gives u."""
+
+    direction: Sequence[optax.GradientTransformation]
+    weight_decay: ScalarOrSchedule
+    learning_rate: ScalarOrSchedule
 
 
 def by_kind(
-    rules: Mapping[str, optax.GradientTransformation], matrix_specs: Any
+    rules: Mapping[str, Rule], matrix_specs: Any, mask: Any
 ) -> optax.GradientTransformationExtraArgs:
-    """One rule for each kind of parameter; kinds with the same rule share a state. Warns of missing
-    specs, so that the rules need not: theirs are `default_specs` then.
+    """An optimizer with a rule for each kind of parameter; kinds with the same rule share a state.
 
     Args:
       rules: the rule of each kind: "matrix", "vector" and, unless embeddings are matrices like any
         other, "embedding".
-      matrix_specs: `MatrixSpec`s as a pytree prefix, see `resolve_specs`.
+      matrix_specs: see `resolve_specs`.
+      mask: which parameters decay, a tree of bools or a function from parameters to one.
     """
     names = {rule: name for name, rule in reversed(list(rules.items()))}
 
-    def label(spec: MatrixSpec) -> str:
-        return names[rules.get(spec.kind, rules["matrix"])]
+    def make(specs: Tree, decays: Any) -> optax.GradientTransformation:
+        labels = jax.tree.map(lambda spec: names[rules.get(spec.kind, rules["matrix"])], specs)
 
-    def labels(params: Tree) -> Any:
-        return jax.tree.map(label, resolve_specs(matrix_specs, params))
+        def chain(rule: Rule) -> optax.GradientTransformation:
+            own = jax.tree.map(
+                lambda spec, label: spec if label == names[rule] else optax.MaskedNode(),
+                specs,
+                labels,
+            )
+            return optax.chain(
+                *(
+                    part.make(own) if isinstance(part, PerMatrix) else part
+                    for part in rule.direction
+                ),
+                optax.add_decayed_weights(rule.weight_decay, decays),
+                optax.scale_by_learning_rate(rule.learning_rate),
+            )
 
-    by_name: dict[Any, Any] = {name: rule for rule, name in names.items()}
-    partition = optax.partition(by_name, labels, mask_compatible_extra_args=True)
+        chains: dict[Any, Any] = {name: chain(rule) for rule, name in names.items()}
+        partition = optax.partition(chains, lambda _: labels, mask_compatible_extra_args=True)
+        return in_float32(partition)
 
-    def init_fn(params: Tree) -> Tree:
-        warn_without_specs(matrix_specs, params)
-        return partition.init(params)
-
-    return optax.GradientTransformationExtraArgs(init_fn, partition.update)
+    return per_matrix(make, matrix_specs, mask)
 
 
 def vector_rate(

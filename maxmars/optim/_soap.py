@@ -60,18 +60,18 @@ from maxmars.optim._exchange import (
     placed_zeros,
     stacks_of,
 )
-from maxmars.optim._matrices import MatrixSpec, default_specs, resolve_specs, warn_without_specs
+from maxmars.optim._matrices import MatrixSpec, resolve_specs
 from maxmars.optim._rules import (
+    Rule,
     Scalar,
     ScalarOrSchedule,
     Tree,
-    asks_whole_tree,
     bias_correction,
     by_kind,
     cast_like,
     check_numbers,
     in_float32,
-    stepped,
+    per_matrix,
     vector_rate,
     wide_dtype,
 )
@@ -84,19 +84,18 @@ MAX_PRECONDITION_DIM = 2048
 Matrices = Float[Array, "*stack_rows_cols"]  # of another shape where no side is preconditioned
 Square = Float[Array, "stack side side"]
 Decomposition = Callable[[Square], Square]
-Step = Callable[[Matrices, "ScaleBySoapState", jax.Array], tuple[Matrices, "ScaleBySoapState"]]
+Step = Callable[[Matrices, "MatrixState", jax.Array], tuple[Matrices, "MatrixState"]]
 
 
 class ScaleBySoapState(NamedTuple):
-    """State of `scale_by_soap`; trees like the parameters. In this file also the part of a single
-    parameter, or what belongs to each array of it, without `count`.
+    """State of `scale_by_soap`; trees like the parameters.
 
     The Gram matrices and bases of a parameter are [*batch, side, side] in float32 (float64 of a
     float64 parameter), or None where the side keeps the identity. None of it depends on the mesh
     but the shardings, see `soap_shardings`.
     """
 
-    count: Any
+    count: jax.Array
     """Number of updates, the first included, int32."""
     mu: Tree
     """First moment m, in the eigenbases; the parameters' shapes."""
@@ -110,6 +109,17 @@ class ScaleBySoapState(NamedTuple):
     """Q_L, eigenvectors in columns."""
     col_basis: Tree
     """Q_R, eigenvectors in columns."""
+
+
+class MatrixState(NamedTuple):
+    """The arrays of one parameter in a `ScaleBySoapState`."""
+
+    mu: Any
+    nu: Any
+    row_gram: Any
+    col_gram: Any
+    row_basis: Any
+    col_basis: Any
 
 
 def scale_by_soap(
@@ -141,9 +151,7 @@ def scale_by_soap(
         )
     limit = MAX_PRECONDITION_DIM if max_precondition_dim is None else max_precondition_dim
 
-    def step(
-        grads: Matrices, state: ScaleBySoapState, count: jax.Array
-    ) -> tuple[Matrices, ScaleBySoapState]:
+    def step(grads: Matrices, state: MatrixState, count: jax.Array) -> tuple[Matrices, MatrixState]:
         directions, new = _adam(grads, state, count, b1, b2, eps)
         new = _update_grams(grads, new, shampoo_beta)
         # Hyperparameters of a wider dtype widen what they are multiplied with.
@@ -155,43 +163,51 @@ def scale_by_soap(
         rows, cols = (math.prod(x.shape[i] for i in axes) for axes in (spec.rows, spec.cols))
         return rows <= limit, cols <= limit
 
-    def zeros(param: Any, stacks: Stacks | None) -> ScaleBySoapState:
-        if stacks is None:
+    def zeros(param: Any, layout: Layout | None) -> MatrixState:
+        if layout is None:
             mu, nu = jnp.zeros_like(param, mu_dtype), jnp.zeros_like(param)
-            return ScaleBySoapState(None, mu, nu, None, None, None, None)
+            return MatrixState(mu, nu, None, None, None, None)
         wide = wide_dtype(param.dtype)
-        dtypes = [None, mu_dtype or param.dtype, param.dtype, wide, wide, wide, wide]
-        arrays = [
+        dtypes = [mu_dtype or param.dtype, param.dtype, wide, wide, wide, wide]
+        arrays: list[Any] = [
             None if stack is None else placed_zeros(stack.shape, dtype, stack.partition, stack.mesh)
-            for stack, dtype in zip(stacks.state, dtypes, strict=True)
+            for stack, dtype in zip(layout.state, dtypes, strict=True)
         ]
-        return ScaleBySoapState(*arrays)
+        return MatrixState(*arrays)
 
-    def init_fn(params: Tree) -> ScaleBySoapState:
-        warn_without_specs(matrix_specs, params)
-        leaves, treedef = jax.tree.flatten(params)
-        stacks = _stacks_of(params, matrix_specs, mesh, sides)
-        states = [zeros(param, stack) for param, stack in zip(leaves, stacks, strict=True)]
-        return _joined(jnp.zeros([], jnp.int32), states, treedef)
+    def make(specs: Tree) -> optax.GradientTransformation:
+        def layouts(tree: Tree) -> list[Layout | None]:
+            each = jax.tree.leaves(specs)
+            chosen = list(map(sides, jax.tree.leaves(tree), each))
+            return _layouts(tree, each, mesh, chosen)
 
-    def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, ScaleBySoapState]:
-        specs = resolve_specs(matrix_specs, updates if params is None else params)
-        leaves, treedef = jax.tree.flatten(updates)
-        stacks = _stacks_of(updates, specs, mesh, sides)
-        results = [
-            step(g, own_state, state.count)
-            if own is None
-            else _by_owners(step, own, g, own_state, state.count)
-            for g, own_state, own in zip(leaves, _by_parameter(state, treedef), stacks, strict=True)
-        ]
-        directions = jax.tree.unflatten(treedef, [direction for direction, _ in results])
-        count = jnp.asarray(optax.safe_increment(state.count))
-        return directions, _joined(count, [own_state for _, own_state in results], treedef)
+        def init_fn(params: Tree) -> ScaleBySoapState:
+            leaves, treedef = jax.tree.flatten(params)
+            states = list(map(zeros, leaves, layouts(params)))
+            return _joined(jnp.zeros([], jnp.int32), states, treedef)
 
-    return in_float32(optax.GradientTransformation(init_fn, update_fn))
+        def update_fn(
+            updates: Tree, state: Any, params: Tree = None
+        ) -> tuple[Tree, ScaleBySoapState]:
+            del params
+            leaves, treedef = jax.tree.flatten(updates)
+            results = [
+                step(g, own, state.count)
+                if layout is None
+                else _by_owners(step, layout, g, own, state.count)
+                for g, own, layout in zip(
+                    leaves, _by_parameter(state, treedef), layouts(updates), strict=True
+                )
+            ]
+            directions = jax.tree.unflatten(treedef, [direction for direction, _ in results])
+            count = jnp.asarray(optax.safe_increment(state.count))
+            return directions, _joined(count, [own for _, own in results], treedef)
+
+        return in_float32(optax.GradientTransformation(init_fn, update_fn))
+
+    return per_matrix(make, matrix_specs)
 
 
-@asks_whole_tree
 def soap(
     learning_rate: ScalarOrSchedule,
     *,
@@ -254,20 +270,19 @@ def soap(
         precondition_frequency=precondition_frequency,
         max_precondition_dim=max_precondition_dim,
         mu_dtype=mu_dtype,
-        matrix_specs=default_specs if matrix_specs is None else matrix_specs,
         mesh=mesh,
     )
     rate = vector_rate(learning_rate, vector_learning_rate, vector_learning_rate_scale)
     adam = optax.scale_by_adam(vector_b1, vector_b2, eps)
     if vector_weight_decay is None:
         vector_weight_decay = weight_decay
-    vector = stepped([adam], vector_weight_decay, mask, rate)
+    vector = Rule([adam], vector_weight_decay, rate)
     rules = {
-        "matrix": stepped([direction], _after_first(weight_decay), mask, learning_rate),
+        "matrix": Rule([direction], _after_first(weight_decay), learning_rate),
         "vector": vector,
         "embedding": vector,
     }
-    return in_float32(by_kind(rules, matrix_specs))
+    return by_kind(rules, matrix_specs, mask)
 
 
 def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> Any:
@@ -292,15 +307,15 @@ def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> A
         if not is_soap(x):
             return None
         treedef = jax.tree.structure(x.mu)
-        by_parameter = _by_parameter(x, treedef)
-        sides = iter(
-            [(each.row_gram is not None, each.col_gram is not None) for each in by_parameter]
-        )
-        stacks_by_leaf = _stacks_of(x.mu, matrix_specs, mesh, lambda *_: next(sides))
-        none = ScaleBySoapState(*[None] * 7)
-        states = [none if stacks is None else stacks.state for stacks in stacks_by_leaf]
+        sides = [
+            (own.row_gram is not None, own.col_gram is not None)
+            for own in _by_parameter(x, treedef)
+        ]
+        specs = jax.tree.leaves(resolve_specs(matrix_specs, x.mu))
+        layouts = _layouts(x.mu, specs, mesh, sides)
+        stacks = [MatrixState(*layout.state if layout else [None] * 6) for layout in layouts]
         return jax.tree.map(
-            lambda stack: NamedSharding(mesh, stack.partition), _joined(None, states, treedef)
+            lambda stack: NamedSharding(mesh, stack.partition), _joined(None, stacks, treedef)
         )
 
     return jax.tree.map(shardings, opt_state, is_leaf=is_soap)
@@ -316,15 +331,14 @@ def _after_first(weight_decay: ScalarOrSchedule) -> optax.Schedule:
     return schedule
 
 
-def _by_parameter(state: ScaleBySoapState, treedef: Any) -> list[ScaleBySoapState]:
-    """The state of each parameter."""
+def _by_parameter(state: ScaleBySoapState, treedef: Any) -> list[MatrixState]:
     trees = [treedef.flatten_up_to(tree) for tree in state[1:]]
-    return [ScaleBySoapState(None, *arrays) for arrays in zip(*trees, strict=True)]
+    return [MatrixState(*arrays) for arrays in zip(*trees, strict=True)]
 
 
-def _joined(count: Any, states: list[ScaleBySoapState], treedef: Any) -> ScaleBySoapState:
+def _joined(count: Any, states: list[MatrixState], treedef: Any) -> ScaleBySoapState:
     """The inverse of `_by_parameter`."""
-    fields = list(zip(*states, strict=True))[1:] or [()] * 6
+    fields = list(zip(*states, strict=True)) or [()] * 6
     return ScaleBySoapState(count, *(jax.tree.unflatten(treedef, field) for field in fields))
 
 
@@ -333,12 +347,12 @@ def _joined(count: Any, states: list[ScaleBySoapState], treedef: Any) -> ScaleBy
 
 def _adam(
     grads: Matrices,
-    state: ScaleBySoapState,
+    state: MatrixState,
     count: Int[Array, ""],
     b1: Scalar,
     b2: Scalar,
     eps: Scalar,
-) -> tuple[Matrices, ScaleBySoapState]:
+) -> tuple[Matrices, MatrixState]:
     """Adam in the eigenbases; nothing in the first step, which has none yet."""
     projected = _to_bases(grads, state)
     mu = b1 * state.mu + (1 - b1) * projected
@@ -352,7 +366,7 @@ def _adam(
     return jnp.where(first, 0, directions), state._replace(mu=mu, nu=nu)
 
 
-def _update_grams(grads: Matrices, state: ScaleBySoapState, beta: Scalar) -> ScaleBySoapState:
+def _update_grams(grads: Matrices, state: MatrixState, beta: Scalar) -> MatrixState:
     row_gram, col_gram = state.row_gram, state.col_gram
     if row_gram is not None:
         row_gram = beta * row_gram + (1 - beta) * _matmul(grads, grads.mT)
@@ -362,27 +376,27 @@ def _update_grams(grads: Matrices, state: ScaleBySoapState, beta: Scalar) -> Sca
 
 
 def _update_bases(
-    state: ScaleBySoapState, count: Int[Array, ""], frequency: int | jax.Array
-) -> ScaleBySoapState:
+    state: MatrixState, count: Int[Array, ""], frequency: int | jax.Array
+) -> MatrixState:
     if state.row_gram is None and state.col_gram is None:
         return state
     branch = jnp.where(count == 0, 1, jnp.where(count % frequency == 0, 2, 0))
     return jax.lax.switch(branch, (_same_bases, _first_bases, _next_bases), state)
 
 
-def _same_bases(state: ScaleBySoapState) -> ScaleBySoapState:
+def _same_bases(state: MatrixState) -> MatrixState:
     """A function of its own, as outside of jit a new one in each step would compile each time."""
     return state
 
 
-def _first_bases(state: ScaleBySoapState) -> ScaleBySoapState:
+def _first_bases(state: MatrixState) -> MatrixState:
     def basis(gram: Square | None) -> Square | None:
         return None if gram is None else _eigenvectors(_normalized(gram))
 
     return state._replace(row_basis=basis(state.row_gram), col_basis=basis(state.col_gram))
 
 
-def _next_bases(state: ScaleBySoapState) -> ScaleBySoapState:
+def _next_bases(state: MatrixState) -> MatrixState:
     """A power iteration of each basis, and the moments in the new ones."""
     original, nu = _from_bases(state.mu, state), state.nu
     row_basis, col_basis = state.row_basis, state.col_basis
@@ -405,13 +419,13 @@ def _power_iteration(gram: Square, basis: Square) -> tuple[Square, Int[Array, "s
     return _orthonormal_columns(jnp.take_along_axis(image, order[:, None, :], axis=-1)), order
 
 
-def _to_bases(x: Matrices, state: ScaleBySoapState) -> Matrices:
+def _to_bases(x: Matrices, state: MatrixState) -> Matrices:
     if state.row_basis is not None:
         x = _matmul(state.row_basis.mT, x)
     return x if state.col_basis is None else _matmul(x, state.col_basis)
 
 
-def _from_bases(x: Matrices, state: ScaleBySoapState) -> Matrices:
+def _from_bases(x: Matrices, state: MatrixState) -> Matrices:
     if state.row_basis is not None:
         x = _matmul(state.row_basis, x)
     return x if state.col_basis is None else _matmul(x, state.col_basis.mT)
@@ -433,55 +447,61 @@ def _matmul(
 # --- who preconditions which matrix, and where the state lies on a mesh --------------------------
 
 
-class Stacks(NamedTuple):
+class Layout(NamedTuple):
     """How a parameter of matrices and its state lie on a mesh."""
 
     grads: Stack
     """Of gradients and updates."""
-    state: ScaleBySoapState
-    """The `Stack` of each array of the state; None as there."""
+    moment: Stack
+    """Of m and v."""
+    row_square: Stack | None
+    """Of L and Q_L; None where the side keeps the identity."""
+    col_square: Stack | None
+    """Of R and Q_R."""
+
+    @property
+    def state(self) -> tuple[Stack | None, ...]:
+        """Of each array of `MatrixState`."""
+        return (self.moment, self.moment, *(self.row_square, self.col_square) * 2)
 
 
 def _by_owners(
-    step: Step, stacks: Stacks, grads: jax.Array, state: ScaleBySoapState, count: jax.Array
-) -> tuple[jax.Array, ScaleBySoapState]:
+    step: Step, layout: Layout, grads: jax.Array, state: MatrixState, count: jax.Array
+) -> tuple[jax.Array, MatrixState]:
     """`step` on whole matrices [stack, rows, cols], each by its owner.
 
     Returns:
       The update and the new state, each in its partition.
     """
     arrays, treedef = jax.tree.flatten((grads, state))
-    each = jax.tree.leaves(stacks)
+    stacks = [stack for stack in (layout.grads, *layout.state) if stack is not None]
 
     def local(shards: Sequence[jax.Array], count: jax.Array) -> list[jax.Array]:
-        owned = [stack.to_owners(x) for stack, x in zip(each, shards, strict=True)]
+        owned = [stack.to_owners(x) for stack, x in zip(stacks, shards, strict=True)]
         own_grads, own_state = jax.tree.unflatten(treedef, owned)
         result = step(own_grads, own_state, count)
         return [
             stack.from_owners(y, x.shape)
-            for stack, y, x in zip(each, jax.tree.leaves(result), shards, strict=True)
+            for stack, y, x in zip(stacks, jax.tree.leaves(result), shards, strict=True)
         ]
 
-    return jax.tree.unflatten(treedef, on_mesh(local, each, arrays, count))
+    return jax.tree.unflatten(treedef, on_mesh(local, stacks, arrays, count))
 
 
-def _stacks_of(
-    params: Tree,
-    matrix_specs: Any,
+def _layouts(
+    tree: Tree,
+    specs: Sequence[MatrixSpec],
     mesh: AnyMesh | None,
-    sides: Callable[[Any, MatrixSpec], tuple[bool, bool]],
-) -> list[Stacks | None]:
-    """The stacks of each parameter; None where no side is preconditioned."""
-    leaves, treedef = jax.tree.flatten(params)
-    specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
-    chosen = [sides(x, spec) for x, spec in zip(leaves, specs, strict=True)]
-    wanted = [spec if any(c) else None for spec, c in zip(specs, chosen, strict=True)]
-    stack_of = stacks_of(params, jax.tree.unflatten(treedef, wanted), mesh, blocks=False)
-    return [_stacks(stack_of[i], chosen[i]) if i in stack_of else None for i in range(len(leaves))]
+    sides: Sequence[tuple[bool, bool]],
+) -> list[Layout | None]:
+    """The layout of each leaf of a tree like the parameters, by its spec and by whether its rows
+    and its columns are preconditioned; None where neither is."""
+    wanted = [spec if any(chosen) else None for spec, chosen in zip(specs, sides, strict=True)]
+    stacks = stacks_of(tree, wanted, mesh, blocks=False)
+    return [_layout(stacks[i], *sides[i]) if i in stacks else None for i in range(len(wanted))]
 
 
-def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
-    """Of one parameter; `sides` says whether rows and columns are preconditioned."""
+def _layout(grads: Stack, rows: bool, cols: bool) -> Layout:
     # Example: MLP kernels [L 12, D 768, F 3072], cut over fsdp=4 on D. Between steps the state lies
     #
     #   m, v   [12, 768, 3072]     L, Q_L   [12, 768, 768]     R, Q_R   [12, 3072, 3072]
@@ -501,11 +521,8 @@ def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
         moved = tuple(batch[0] if axis in grads.stack else () for axis in range(len(cuts)))
         moment = replace(grads, cuts=moved)
 
-    def square(side: int) -> Stack | None:
-        """Of a Gram matrix or basis: with the owners, else cut, else copied."""
-        if not sides[side]:
-            return None
-        size = grads.sizes(grads.shape)[1 + side]
+    def square(size: int) -> Stack:
+        """Of Gram matrices or bases: with the owners, else cut, else copied."""
         # The first mesh axis cuts the rows of the square, the others its columns.
         pieces = ((), ()) if stays else (axes[:1], axes[1:])
         divided = all(size % num_devices(names, mesh) == 0 for names in pieces)
@@ -520,9 +537,10 @@ def _stacks(grads: Stack, sides: tuple[bool, bool]) -> Stacks:
             copies=() if divided else axes,
         )
 
-    # A state whose fields are the stacks of the state's fields: count, m, v, L, R, Q_L, Q_R.
-    state = ScaleBySoapState(None, moment, moment, square(0), square(1), square(0), square(1))
-    return Stacks(grads, state)
+    _, row_size, col_size = grads.sizes(grads.shape)
+    return Layout(
+        grads, moment, square(row_size) if rows else None, square(col_size) if cols else None
+    )
 
 
 # --- QR and eigenvectors, where a linear algebra library may block -------------------------------

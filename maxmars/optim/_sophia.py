@@ -31,11 +31,9 @@ from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
     Tree,
-    asks_whole_tree,
     check_like_gradients,
     check_numbers,
     in_float32,
-    stepped,
 )
 
 
@@ -110,7 +108,6 @@ def scale_by_sophia(
     return in_float32(optax.GradientTransformationExtraArgs(init_fn, update_fn))
 
 
-@asks_whole_tree
 def sophia(
     learning_rate: ScalarOrSchedule,
     *,
@@ -160,7 +157,13 @@ def sophia(
         eps=eps,
         update_hessian_every=update_hessian_every,
     )
-    return in_float32(stepped([direction], weight_decay, mask, learning_rate))
+    return in_float32(
+        optax.chain(
+            direction,
+            optax.add_decayed_weights(weight_decay, mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+    )
 
 
 def needs_sampled_grads(

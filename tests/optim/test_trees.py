@@ -89,21 +89,14 @@ def test_incomplete_specs_are_named(make):
             make(matrix_specs=specs).init(PARAMS)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(mars, matrix_specs=SPECS),
-        functools.partial(soap, matrix_specs=SPECS),
-        functools.partial(sophia, batch_tokens=1.0),
-    ],
-    ids=["mars", "soap", "sophia"],
-)
+@pytest.mark.parametrize("make", [mars, soap], ids=["mars", "soap"])
 def test_an_incomplete_mask_is_named(make):
+    make = functools.partial(make, 0.1, weight_decay=0.1, matrix_specs=SPECS)
     mask = {"layers": {"kernel": True}, "query": True}
     for given in (mask, lambda params: mask):
         with refused(ValueError, "mask", MISSING):
-            make(0.1, weight_decay=0.1, mask=given).init(PARAMS)
-    make(0.1, weight_decay=0.1, mask={"bias": False, **mask, "layers": True}).init(PARAMS)
+            make(mask=given).init(PARAMS)
+    make(mask={"bias": False, **mask, "layers": True}).init(PARAMS)
 
 
 def test_prev_grads_belong_to_the_outer_correction():
