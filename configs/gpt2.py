@@ -3,8 +3,8 @@
     maxmars train gpt2:size=small,optimizer=mars --data.path DIR --mesh.fsdp 8
 
 Choices: size=tiny|small|medium|large|xl|6.7b|13b, data=openwebtext|fineweb_edu, and
-optimizer=adamw|nadamw|ademamix|muon|moonlight|lion|sophia|soap|mars|mars_exact|mars_lion|
-mars_shampoo|mars_m.
+optimizer=adamw|nadamw|ademamix|muon|moonlight|lion|soap|mars|mars_exact|mars_lion|mars_shampoo|
+mars_m.
 `--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's and llm.c's are
 read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens. At 6.7b
 and 13b it is 1,024 sequences of 2,048 tokens.
@@ -29,8 +29,7 @@ Where the values come from (XL and tiny take large's and small's where nobody pu
   correction of the bias, rate sqrt(1 - b2^t) / (1 - b1^t), here by the rate itself.
 * mars_m, moonlight: the MARS-M repository, with the decay of 0.1 of its README (its shipped configs
   say 0.01) on every parameter.
-* sophia: Sophia's repository, with its own minimum; microbatch gradients are averaged, not summed.
-* lion: Sophia's table; the decay is ten times AdamW's, Lion's own advice.
+* lion: the table of Sophia's repository; the decay is ten times AdamW's, Lion's own advice.
 * soap: SOAP's repository, which rotates sides of up to 10,000. There embeddings are rotated on such
   sides too, and embeddings and vectors share the matrices' moments and decay; here AdamW has them.
 * nadamw: the best of Marin's sweeps (arXiv 2509.02046) at the nearest size, with its warmup and its
@@ -86,7 +85,6 @@ from maxmars.config import (
     OptimizerConfig,
     ScheduleConfig,
     SoapConfig,
-    SophiaConfig,
     Source,
     TokenShardsConfig,
     TrainConfig,
@@ -102,7 +100,6 @@ Optimizer = Literal[
     "muon",
     "moonlight",
     "lion",
-    "sophia",
     "soap",
     "mars",
     "mars_exact",
@@ -126,9 +123,6 @@ class Recipe:
     nadamw_b1: float
     nadamw_warmup: int
     lion: float
-    sophia: float
-    sophia_rho: float
-    sophia_minimum: float
     minimum: float  # the end of the cosine of the other optimizers
     microbatches: int  # whose gradients the official code sums
     batch_size: int = 480
@@ -146,9 +140,6 @@ RECIPES: dict[Size, Recipe] = {
         nadamw_b1=0.95,
         nadamw_warmup=2000,
         lion=1e-4,
-        sophia=6e-4,
-        sophia_rho=0.05,
-        sophia_minimum=1.5e-5,
         minimum=3e-5,
         microbatches=4,
     ),
@@ -163,9 +154,6 @@ RECIPES: dict[Size, Recipe] = {
         nadamw_b1=0.95,
         nadamw_warmup=2000,
         lion=1e-4,
-        sophia=7e-4,
-        sophia_rho=0.08,
-        sophia_minimum=1e-5,
         minimum=6e-5,
         microbatches=4,
     ),
@@ -180,9 +168,6 @@ RECIPES: dict[Size, Recipe] = {
         nadamw_b1=0.98,
         nadamw_warmup=4000,
         lion=8e-5,
-        sophia=3e-4,
-        sophia_rho=0.05,
-        sophia_minimum=1e-5,
         minimum=1e-5,
         microbatches=12,
     ),
@@ -224,12 +209,12 @@ def get_config(
     recipe = RECIPES[size]
     optimizer_config = get_optimizer(optimizer, recipe, data)
     named = optimizer.short if isinstance(optimizer, Source) else optimizer
-    minimum = {"nadamw": 0.0, "sophia": recipe.sophia_minimum}.get(named, recipe.minimum)
+    minimum = 0.0 if optimizer == "nadamw" else recipe.minimum
     return TrainConfig(
         name=f"gpt2-{size}-{named}" + ("" if data == "openwebtext" else f"-{data}"),
         num_steps=NUM_STEPS,
         global_batch_size=recipe.batch_size,
-        gradient_multiplier=1.0 if optimizer == "sophia" else float(recipe.microbatches),
+        gradient_multiplier=float(recipe.microbatches),
         model=dataclasses.replace(
             recipe.model,
             vocab_size=50304,
@@ -261,8 +246,6 @@ def get_optimizer(optimizer: Optimizer | Source, recipe: Recipe, data: Data) -> 
             )
         case "lion":
             return LionConfig(learning_rate=recipe.lion, weight_decay=1.0)
-        case "sophia":
-            return SophiaConfig(learning_rate=recipe.sophia, rho=recipe.sophia_rho)
         case "soap":
             return SoapConfig(learning_rate=3e-3, max_precondition_dim=10_000)
         case "muon":

@@ -29,7 +29,6 @@ OPTIMIZERS = (
     "muon",
     "moonlight",
     "lion",
-    "sophia",
     "soap",
     "mars",
     "mars_exact",

@@ -1,6 +1,7 @@
 """A tiny model and training config that tests share."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from maxmars.config import (
     LogConfig,
     MarsConfig,
     MeshConfig,
+    OptaxConfig,
     PythonSourcesConfig,
     ScheduleConfig,
     TokenShardsConfig,
@@ -71,6 +73,13 @@ def tiny_config(**changes) -> TrainConfig:
 
 
 ADAMW = AdamWConfig()
+SOPHIA_FILE = Path(__file__).parents[1] / "tools" / "examples" / "sophia.py"
+
+
+def sophia(every: int) -> OptaxConfig:
+    """The example of an optimizer that requests a further gradient, every so many steps."""
+    options = {"update_hessian_every": every}
+    return OptaxConfig(make=f"{SOPHIA_FILE}:sophia", options=options, learning_rate=6e-4)
 
 
 def short_config(tokens, **changes) -> TrainConfig:

@@ -28,7 +28,6 @@ from maxmars.config.optimizer import (
     OptaxConfig,
     OptimizerConfig,
     SoapConfig,
-    SophiaConfig,
 )
 from maxmars.config.train import (
     CheckpointConfig,

@@ -264,23 +264,6 @@ class LionConfig(DecayedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SophiaConfig(DecayedConfig):
-    """Sophia-G (arXiv 2305.14342): momentum over a diagonal Gauss-Newton estimate, clipped. Each
-    estimate costs one more gradient, on labels sampled from the model."""
-
-    learning_rate: Positive[float] = 6e-4
-    weight_decay: NotNegative[float] = 0.2
-    b1: Fraction = 0.965
-    """Decay of the momentum."""
-    b2: Fraction = 0.99
-    """Decay of the Gauss-Newton estimate."""
-    rho: Positive[float] = 0.05
-    """Scale of the estimate: smaller clips more of the update."""
-    update_hessian_every: Count[int] = 10
-    """Updates between estimates."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SoapConfig(AdamLikeConfig):
     """SOAP (arXiv 2409.11321): Adam in the eigenbasis of Shampoo's preconditioner on the linear
     layers' matrices, AdamW on embeddings, norms and biases."""
@@ -323,10 +306,11 @@ class OptaxConfig(CheckedConfig):
     installed package, as `optax.contrib:adopt`. It is called as `make(learning_rate, **options)`
     and returns an optax transformation. `learning_rate` is the rate of the present step, a traced
     number. A function with such parameters also gets `matrix_specs`, which say what axes of a
-    parameter form a matrix, `mesh`, the devices, and `mask` or `weight_decay_mask`, which say that
-    the linear layers' matrices decay. It may also return a pair: the transformation, and
-    `evaluation_params(opt_state, params)`, which names the parameters that are evaluated, kept as
-    the best and exported."""
+    parameter form a matrix, `mesh`, the devices, `mask` or `weight_decay_mask`, which say that the
+    linear layers' matrices decay, and `batch_tokens`, the tokens of a step. It may also return a
+    pair: the transformation, and `evaluation_params(opt_state, params)`, which names the parameters
+    that are evaluated, kept as the best and exported. Further gradients its `update` gets by
+    `maxmars.optim.with_requests`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, JSON values. A run adds the function's own defaults, as
     far as its file writes them as numbers, text, True or False; those of a package may be None."""
@@ -343,7 +327,7 @@ class OptaxConfig(CheckedConfig):
     def with_defaults(self) -> OptaxConfig:
         """The config whose options have the defaults of the function's keyword arguments too, so
         that they are recorded, changed by the command line and tuned."""
-        given = ("matrix_specs", "mesh", "mask", "weight_decay_mask", "type")
+        given = ("matrix_specs", "mesh", "mask", "weight_decay_mask", "batch_tokens", "type")
         defaults = keyword_defaults(self.source, given)
         return dataclasses.replace(self, options=defaults | self.options)
 
@@ -366,7 +350,6 @@ OptimizerConfig = (
     | MarsConfig
     | MuonConfig
     | LionConfig
-    | SophiaConfig
     | SoapConfig
     | OptaxConfig
 )

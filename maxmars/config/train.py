@@ -311,6 +311,11 @@ _REMOVED = {
 }
 """Fields of older records: the value of each where it was not in use, and the way out for a record
 that uses it."""
+_REMOVED_OPTIMIZERS = {
+    "AdoptConfig": "optax.contrib:adopt",
+    "SophiaConfig": "tools/examples/sophia.py:sophia",
+}
+"""Classes of older records, and the function that makes the optimizer now."""
 
 
 def from_dict(value: Any) -> Any:
@@ -328,10 +333,10 @@ def from_dict(value: Any) -> Any:
     if "type" not in value:  # options of the user's own
         return fields
     name = value["type"]
-    if name == "AdoptConfig":
+    if name in _REMOVED_OPTIMIZERS:
         raise ValueError(
-            "AdoptConfig is gone: start anew with optimizer=optax.contrib:adopt, --init-from its "
-            "weights."
+            f"{name} is gone: start anew with --optimizer.make {_REMOVED_OPTIMIZERS[name]}, "
+            "--init-from its weights."
         )
     if name not in _CONFIG_CLASSES:
         raise ValueError(f"unknown config type {name!r}; known: {', '.join(_CONFIG_CLASSES)}.")

@@ -336,8 +336,8 @@ def mean_loss(
         segment is predicted from the segment before it, and counts unless the mask says otherwise.
       positions: see `LanguageModel.hidden`.
       uniforms: random numbers from [0, 1), by which the targets are then drawn from the model's own
-        predictions, which count as constants, and are not `tokens`. Sophia estimates the diagonal
-        of the Gauss-Newton matrix with that.
+        predictions, which count as constants, and are not `tokens`. The squares of such gradients
+        estimate the diagonal of the Gauss-Newton matrix.
     """
     x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
     size, wide = model.config.vocab_size, jnp.promote_types(x.dtype, jnp.float32)

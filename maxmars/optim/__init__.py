@@ -28,25 +28,19 @@ from maxmars.optim._orthogonalize import (
     orthogonalize,
     scale_by_orthogonalization,
 )
+from maxmars.optim._requests import GradientRequest, requests_of, with_requests
 from maxmars.optim._soap import ScaleBySoapState, scale_by_soap, soap, soap_shardings
-from maxmars.optim._sophia import (
-    ScaleBySophiaState,
-    needs_sampled_grads,
-    scale_by_sophia,
-    sophia,
-    sophia_state,
-)
 
 __all__ = [
     "COEFFICIENTS",
     "ClipByMatrixNormState",
     "CorrectGradientState",
     "CorrectedEmaState",
+    "GradientRequest",
     "MatrixGroup",
     "MatrixSpec",
     "ScaleByAmsgradState",
     "ScaleBySoapState",
-    "ScaleBySophiaState",
     "clip_by_matrix_norm",
     "correct_gradient",
     "corrected_ema",
@@ -55,18 +49,16 @@ __all__ = [
     "mars_over",
     "moonlight",
     "muon",
-    "needs_sampled_grads",
     "newton_schulz",
     "on_whole_matrices",
     "orthogonalization_groups",
     "orthogonalize",
+    "requests_of",
     "resolve_specs",
     "scale_by_mars",
     "scale_by_orthogonalization",
     "scale_by_soap",
-    "scale_by_sophia",
     "soap",
     "soap_shardings",
-    "sophia",
-    "sophia_state",
+    "with_requests",
 ]

@@ -49,6 +49,7 @@ import optax
 from maxmars.optim._matrices import MatrixSpec
 from maxmars.optim._newton_schulz import Coefficients
 from maxmars.optim._orthogonalize import scale_by_orthogonalization
+from maxmars.optim._requests import GradientRequest, with_requests
 from maxmars.optim._rules import (
     Rule,
     Scalar,
@@ -68,6 +69,8 @@ from maxmars.optim._rules import (
 VARIANTS = ("adamw", "lion", "shampoo", "m")
 EMBEDDINGS = ("adamw", "orthogonalize")
 FIRST_STEPS = ("zero_last", "plain_gradient")
+PREV_GRADS = GradientRequest(name="prev_grads", at="prev_params")
+"""What exact MARS needs."""
 
 # --- the parts -----------------------------------------------------------------------------------
 
@@ -362,14 +365,11 @@ def mars_over(
     Raises:
       ValueError: an argument is out of range.
     """
-    return in_float32(
-        optax.chain(
-            *_corrected(
-                b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, matrix_specs
-            ),
-            _without_prev_grads(inner, refused=False),
-        )
+    chain = optax.chain(
+        *_corrected(b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, matrix_specs),
+        _without_prev_grads(inner, refused=False),
     )
+    return with_requests(in_float32(chain), [PREV_GRADS] if exact else [])
 
 
 def scale_by_mars(
@@ -568,7 +568,7 @@ def mars(
             rules["vector"] = Rule([*corrected, adam], weight_decay, learning_rate)
     if not orthogonalizes or embeddings == "orthogonalize":
         rules["embedding"] = rule
-    return by_kind(rules, matrix_specs, mask)
+    return with_requests(by_kind(rules, matrix_specs, mask), [PREV_GRADS] if exact else [])
 
 
 def _check_memory_efficient(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,7 +30,6 @@ from maxmars.config import (
     OptaxConfig,
     OptimizerConfig,
     SoapConfig,
-    SophiaConfig,
     TrainConfig,
 )
 from maxmars.config.optimizer import UpdateRule
@@ -38,12 +37,13 @@ from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import like_params
 from maxmars.model.parameters import COMPONENTS, Parameters
 from maxmars.optim import (
+    GradientRequest,
     describe,
     mars,
     muon,
+    requests_of,
     soap,
     soap_shardings,
-    sophia,
 )
 
 
@@ -111,7 +111,7 @@ def make_optimizer(
       optimizer: which optimizer, with its hyperparameters.
       parameters: which of them are matrices and which decay, and how they lie on their mesh.
       learning_rate: in place of the config's: a traced scalar (this step's rate) or a schedule.
-      batch_tokens: tokens a step, by which Sophia scales its estimate of the Hessian.
+      batch_tokens: targets a step, which a user's own optimizer may ask for.
     """
     rules, mesh = update_rules(optimizer, parameters), parameters.mesh
     decays = jax.tree.map(lambda rule: bool(rule.weight_decay), rules)
@@ -126,13 +126,6 @@ def make_optimizer(
             tx = optax.contrib.ademamix(learning_rate, mask=decays, alpha=alpha, b3=b3, **options)
         case LionConfig():
             tx = optax.lion(learning_rate, mask=decays, **_options(optimizer))
-        case SophiaConfig():
-            tx = sophia(
-                learning_rate,
-                mask=decays,
-                batch_tokens=float(batch_tokens),
-                **_options(optimizer),
-            )
         case SoapConfig():
             tx = soap(
                 learning_rate,
@@ -152,7 +145,7 @@ def make_optimizer(
                 **_options(optimizer, "decay_embeddings", "qkv", "own_over_data"),
             )
         case OptaxConfig():
-            tx, _ = _own_optimizer(optimizer, parameters, learning_rate)
+            tx, _ = _own_optimizer(optimizer, parameters, learning_rate, batch_tokens)
     return optax.with_extra_args_support(tx)
 
 
@@ -192,7 +185,10 @@ def evaluated_in_words(config: TrainConfig) -> str:
 
 
 def _own_optimizer(
-    optimizer: OptaxConfig, parameters: Parameters, learning_rate: optax.ScalarOrSchedule
+    optimizer: OptaxConfig,
+    parameters: Parameters,
+    learning_rate: optax.ScalarOrSchedule,
+    batch_tokens: int = 1,
 ) -> tuple[optax.GradientTransformation, Callable[[Any, Any], Any] | None]:
     """What the user's function makes: the optimizer, and what names the evaluated parameters.
 
@@ -206,8 +202,8 @@ def _own_optimizer(
     offered = {"matrix_specs": parameters.specs, "mesh": parameters.mesh}
     taken = {n: value for n, value in offered.items() if takes_any or n in signature.parameters}
     decays = jax.tree.map(lambda kind: kind == "matrix", parameters.kinds)
-    masks = {"mask": decays, "weight_decay_mask": decays}
-    taken |= {n: mask for n, mask in masks.items() if n in signature.parameters}
+    more = {"mask": decays, "weight_decay_mask": decays, "batch_tokens": batch_tokens}
+    taken |= {n: value for n, value in more.items() if n in signature.parameters}
     if "muon_weight_dimension_numbers" in signature.parameters:
         raise ValueError(
             f"optimizer.make={optimizer.make!r} would orthogonalise the embeddings and give Adam "
@@ -221,8 +217,8 @@ def _own_optimizer(
         raise ValueError(
             f"optimizer.make={optimizer.make!r} cannot be called with "
             f"{', '.join(['learning_rate', *arguments])} ({error}); it is make(learning_rate, "
-            "**options) with the keys of optimizer.options, and matrix_specs, mesh and mask if it "
-            "wants."
+            "**options) with the keys of optimizer.options, and matrix_specs, mesh, mask and "
+            "batch_tokens if it wants."
         ) from None
     try:
         made = make(learning_rate, **arguments)
@@ -247,9 +243,9 @@ def _own_optimizer(
 def check_optimizer(
     optimizer: OptimizerConfig, parameters: Parameters, ema_decay: float | None = None
 ) -> None:
-    """Check that a user's own optimizer makes updates like the parameters from gradients, state and
-    parameters alone, that its state can be saved and keeps its types, and that what it names for
-    evaluation is like the parameters and all that is named.
+    """Check that a user's own optimizer makes updates like the parameters from gradients, what it
+    requests, state and parameters, that its state can be saved and keeps its types, and that the
+    parameters that it names, for evaluation or a request, are like the run's.
 
     Raises:
       FileNotFoundError, ValueError: see `OptaxConfig`.
@@ -258,7 +254,7 @@ def check_optimizer(
         return
     whose = f"the optimizer of optimizer.make={optimizer.make!r}"
     params = parameters.abstract
-    _own_optimizer(optimizer, parameters, optimizer.learning_rate)
+    tx, _ = _own_optimizer(optimizer, parameters, optimizer.learning_rate)
     try:
         update, (rate, before) = _own_update(optimizer, parameters)
         updates, after = jax.eval_shape(update, rate, before)
@@ -268,13 +264,15 @@ def check_optimizer(
             raise  # a fault of the user's own file, which its traceback shows
         raise ValueError(
             f"{whose} makes no updates of gradients, state and parameters alone ({error}); take "
-            "one whose update needs nothing else, or other optimizer.options."
+            "one whose update needs nothing else, or other optimizer.options; a further gradient "
+            "is requested by maxmars.optim.with_requests."
         ) from error
     if not _is_like(updates, params):
         raise ValueError(
             f"{whose} makes updates of another structure or shape than the parameters."
         )
     _check_state(whose, before, after)
+    _check_requests(whose, requests_of(tx), before, params)
     named = own_evaluation_params(optimizer, parameters)
     if named is not None and ema_decay is not None:
         raise ValueError(
@@ -320,7 +318,9 @@ def _own_update(
 
     def update(rate: Any, state: Any) -> tuple[Any, Any]:
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), params)
-        return make_optimizer(optimizer, parameters, rate).update(zeros, state, zeros)
+        tx = make_optimizer(optimizer, parameters, rate)
+        further = {request.name: zeros for request in requests_of(tx)}
+        return tx.update(zeros, state, zeros, **further)
 
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
     return update, (jax.ShapeDtypeStruct((), dtype), jax.eval_shape(init, params))
@@ -352,6 +352,25 @@ def _check_state(whose: str, before: Any, after: Any) -> None:
         f"{whose} changes the type of its state in update: {what}. Return what init makes, and "
         "cast it back, as by x.astype(old.dtype)."
     )
+
+
+def _check_requests(
+    whose: str, requests: Sequence[GradientRequest], opt_state: Any, params: Any
+) -> None:
+    """Check what the functions of an optimizer's requests make of its abstract state."""
+    for request in requests:
+        at, due = request.at, request.due
+        if callable(at) and not _is_like(jax.eval_shape(at, opt_state, params), params):
+            raise ValueError(
+                f"{whose} requests {request.name} at a tree of another structure or shape than the "
+                "parameters."
+            )
+        kind = None if due is None else jax.eval_shape(due, opt_state)
+        if kind is not None and (np.shape(kind), jnp.result_type(kind)) != ((), bool):
+            raise ValueError(
+                f"{whose} requests {request.name} with a `due` that returns {kind}; it must "
+                "return a bool []."
+            )
 
 
 def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from maxmars.config import (
     GPT2Config,
     OptaxConfig,
     ScheduleConfig,
-    SophiaConfig,
     TrainConfig,
     differences,
     to_dict,
@@ -174,8 +173,6 @@ def rounding_change(
     if not changes:
         return None
     effect = "the loss goes on as before, up to rounding"
-    if isinstance(config.optimizer, SophiaConfig) and stored.microbatches != config.microbatches:
-        effect = "Sophia draws other labels for its curvature"
     return f"since step {saved.step}: {', '.join(changes)}; {effect}"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,9 +27,7 @@ from maxmars.checkpoint.reader import in_float32
 from maxmars.config import (
     GPT2Config,
     GuardConfig,
-    MarsConfig,
     OptaxConfig,
-    SophiaConfig,
     TrainConfig,
 )
 from maxmars.config.mesh import check_mesh
@@ -38,7 +36,7 @@ from maxmars.data.windows import Types
 from maxmars.distributed import sharding
 from maxmars.model.language_model import check_model, make_model, mean_loss
 from maxmars.model.parameters import COMPONENTS, Parameters, init_params
-from maxmars.optim import needs_sampled_grads, sophia_state
+from maxmars.optim import GradientRequest, requests_of
 from maxmars.train.compiler_options import compiler_options
 from maxmars.train.optimizer import (
     evaluated_in_words,
@@ -103,7 +101,8 @@ class TrainState:
     opt_state: Any
     """State of the optimizer; its arrays have the parameters' shardings."""
     prev_params: Any
-    """Parameters of the step before, which exact MARS needs; None for other optimizers."""
+    """Parameters of the step before, of an optimizer that requests a gradient there (exact MARS);
+    None for others."""
     hyperparams: Any
     """`learning_rate` [], an array, so that another rate does not recompile the step."""
     guard: Guard
@@ -256,13 +255,15 @@ def _initial_state(
     config: TrainConfig, parameters: Parameters, params: Any, hyperparams: Mapping[str, Any]
 ) -> TrainState:
     zero, zero_loss = jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32)
+    tx = _optimizer(config, parameters, hyperparams["learning_rate"])
+    needs_previous = any(request.at == "prev_params" for request in requests_of(tx))
     return TrainState(
         step=zero,
         params=params,
-        opt_state=_optimizer(config, parameters, hyperparams["learning_rate"]).init(params),
-        # The first step also takes a gradient here, and the guard checks it, but the correction
+        opt_state=tx.init(params),
+        # The first step also takes a gradient here, and the guard checks it, but MARS's correction
         # does not use it. At zeros a model's gradient may not be finite.
-        prev_params=params if _is_exact(config) else None,
+        prev_params=params if needs_previous else None,
         hyperparams=hyperparams,
         guard=Guard(
             num_skipped=zero,
@@ -291,10 +292,6 @@ def _optimizer(
 
 def _watches_norms(config: TrainConfig) -> bool:
     return config.guard.grad_norm_spike_threshold is not None
-
-
-def _is_exact(config: TrainConfig) -> bool:
-    return isinstance(config.optimizer, MarsConfig) and config.optimizer.exact
 
 
 def _shardings(abstract: Any) -> Any:
@@ -394,8 +391,9 @@ def make_train_step(
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len + 1)
     batch_sharding, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     shardings = _shardings(abstract_state)
+    requests = requests_of(_optimizer(config, parameters, config.optimizer.learning_rate))
     jitted = jax.jit(
-        lambda state, batch: _step(config, parameters, state, batch),
+        lambda state, batch: _step(config, parameters, requests, state, batch),
         donate_argnums=0,
         in_shardings=(shardings, batch_sharding),
         out_shardings=(shardings, replicated),
@@ -446,6 +444,7 @@ class _Written(NamedTuple):
 def _step(
     config: TrainConfig,
     parameters: Parameters,
+    requests: Sequence[GradientRequest],
     state: TrainState,
     batch: dict[str, Shaped[Array, "microbatches rows window"]],
 ) -> tuple[TrainState, Metrics]:
@@ -453,29 +452,43 @@ def _step(
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
     components = parameters.components
 
-    def loss_of(params: Any, rows: dict[str, jax.Array]) -> Float[Array, ""]:
-        return mean_loss(make_model(config.model, params), **rows)
+    # Estimates of curvature square the gradients on drawn labels, and need them as a mean.
+    multipliers = {"data": config.gradient_multiplier, "sampled": 1.0}
 
-    def gradients_at(params: Any) -> tuple[jax.Array, Gradients]:
+    def gradient_at(params: Any, targets: str) -> tuple[jax.Array, Any, jax.Array]:
+        rows = batch if targets == "data" else {**batch, "uniforms": _uniforms(config, state)}
         with jax.named_scope("model"):
             loss, grads = mean_loss_and_grads(
-                loss_of, params, batch, parameters.shardings, rows_apart=_has_rows_apart(config)
+                lambda params, rows: mean_loss(make_model(config.model, params), **rows),
+                params,
+                rows,
+                parameters.shardings,
+                rows_apart=_has_rows_apart(config),
             )
         with jax.named_scope("clip"):
-            norm = config.gradient_multiplier * global_norm(grads)
-        return loss, Gradients(grads, norm, config.gradient_multiplier, config.gradient_clip_norm)
+            norm = multipliers[targets] * global_norm(grads)
+        if targets == "sampled" and "mask" in batch:
+            grads = _as_of_all_targets(grads, batch["mask"])
+        return loss, grads, norm
 
-    loss, gradients = gradients_at(state.params)
-    given = {"grads": gradients}
-    if _is_exact(config):
-        _, given["prev_grads"] = gradients_at(state.prev_params)
-    norms = [some.norm for some in given.values()]
-    sampled = {}
-    if isinstance(config.optimizer, SophiaConfig):
-        sampled["sampled_grads"], norm = _sampled_gradients(
-            config, config.optimizer, loss_of, parameters.shardings, state, batch
+    def requested(request: GradientRequest) -> Gradients:
+        def compute() -> tuple[Any, jax.Array]:
+            params = _params_at(request, parameters, state)
+            return gradient_at(params, request.targets)[1:]
+
+        def zeros() -> tuple[Any, jax.Array]:
+            return jax.tree.map(jnp.zeros_like, state.params), jnp.zeros_like(gradients.norm)
+
+        due = request.due
+        grads, norm = (
+            compute() if due is None else jax.lax.cond(due(state.opt_state), compute, zeros)
         )
-        norms.append(norm)
+        return Gradients(grads, norm, multipliers[request.targets], config.gradient_clip_norm)
+
+    loss, grads, norm = gradient_at(state.params, "data")
+    gradients = Gradients(grads, norm, multipliers["data"], config.gradient_clip_norm)
+    further = {request.name: requested(request) for request in requests}
+    norms = [some.norm for some in (gradients, *further.values())]
     reason, guard = check_step(config.guard, state.guard, loss, norms)
     reason = jnp.where(mask_mean == 0, NO_TARGETS, reason)
     apply = reason == 0
@@ -486,15 +499,17 @@ def _step(
 
     def update() -> tuple[_Written, Metrics]:
         tx = _optimizer(config, parameters, learning_rate)
-        clipped = {name: some.clipped() for name, some in given.items()}
         updates, opt_state = tx.update(
-            clipped.pop("grads"), state.opt_state, state.params, **clipped, **sampled
+            gradients.clipped(),
+            state.opt_state,
+            state.params,
+            **{name: some.clipped() for name, some in further.items()},
         )
         params = optax.apply_updates(state.params, updates)
         written = _Written(
             params=params,
             opt_state=opt_state,
-            prev_params=state.params if _is_exact(config) else None,
+            prev_params=None if state.prev_params is None else state.params,
             evaluation_params=_averaged(config, state, params),
         )
         return written, squared_norms(components, updates)
@@ -655,48 +670,36 @@ def mean_loss_and_grads(
     return value, jax.tree.map(lambda x, p: x.astype(p.dtype), grads, params)
 
 
-def _sampled_gradients(
-    config: TrainConfig,
-    optimizer: SophiaConfig,
-    loss_of: Callable[[Any, dict[str, jax.Array]], jax.Array],
-    param_shardings: Any,
-    state: TrainState,
-    batch: dict[str, jax.Array],
-) -> tuple[Any, Float[Array, ""]]:
-    """Gradient of the loss on labels that the model itself draws, in the steps in which Sophia
-    needs it, and its norm; zeros in the others.
+def _params_at(request: GradientRequest, parameters: Parameters, state: TrainState) -> Any:
+    """The parameters at which an optimizer requests a gradient, in the types and shardings of the
+    state's."""
+    match request.at:
+        case "params":
+            return state.params
+        case "prev_params":
+            return state.prev_params
+        case at:
+            named = jax.tree.map(
+                lambda x, param: x.astype(param.dtype),
+                at(state.opt_state, state.params),
+                state.params,
+            )
+            return jax.lax.with_sharding_constraint(named, parameters.shardings)
 
-    It is clipped to global norm 1, as in Sophia's official code; the norm is that before the clip.
-    """
-    wide = state.hyperparams["learning_rate"].dtype
 
-    def loss(params: Any, microbatch: tuple[dict[str, jax.Array], jax.Array]) -> jax.Array:
-        rows, uniforms = microbatch
-        return loss_of(params, {**rows, "uniforms": uniforms})
+def _uniforms(config: TrainConfig, state: TrainState) -> Float[Array, "microbatches rows length"]:
+    """Numbers from [0, 1), by which labels are drawn: a function of seed, step and row of the batch,
+    so that a resume, another mesh and other microbatches draw the same."""
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len)
+    return jax.random.uniform(key, shape, state.hyperparams["learning_rate"].dtype)
 
-    def sampled(params: Any) -> tuple[Any, jax.Array]:
-        key = jax.random.fold_in(jax.random.key(config.seed), state.step)
-        keys = jax.random.split(key, config.microbatches)
-        shape = (config.microbatch_size, config.model.max_seq_len)
-        uniforms = jax.vmap(lambda key: jax.random.uniform(key, shape, wide))(keys)
-        _, grads = mean_loss_and_grads(
-            loss, params, (batch, uniforms), param_shardings, rows_apart=_has_rows_apart(config)
-        )
-        norm = global_norm(grads)
-        clipped = Gradients(grads, norm, 1.0, 1.0).clipped()
-        if "mask" not in batch:
-            return clipped, norm
-        # Sophia multiplies the squares by the tokens of a step, of which only some are in the mean.
-        root = jax.lax.rsqrt(jnp.square(batch["mask"][..., 1:]).mean())
-        return jax.tree.map(lambda g: (root * g).astype(g.dtype), clipped), norm
 
-    def zeros(params: Any) -> tuple[Any, jax.Array]:
-        return jax.tree.map(jnp.zeros_like, params), jnp.zeros([], wide)
-
-    count = sophia_state(state.opt_state).count
-    due = needs_sampled_grads(count, optimizer.update_hessian_every)
-    with jax.named_scope("model"):
-        return jax.lax.cond(due, sampled, zeros, state.params)
+def _as_of_all_targets(grads: Any, mask: jax.Array) -> Any:
+    """A gradient on drawn labels, of which a mask of mean 1 counts some, in the size of one that
+    counts all: the square of either times the targets of a step estimates the curvature."""
+    root = jax.lax.rsqrt(jnp.square(mask[..., 1:]).mean())
+    return jax.tree.map(lambda g: (root * g).astype(g.dtype), grads)
 
 
 # --- the guard -----------------------------------------------------------------------------------

@@ -140,6 +140,10 @@ REFUSED = [
     (lambda: from_dict({"type": "Nope"}), "'Nope'"),
     (lambda: from_dict({"type": "AdoptConfig", "b1": 0.9}), "optax.contrib:adopt"),
     (
+        lambda: from_dict({"type": "SophiaConfig"}),
+        "--optimizer.make tools/examples/sophia.py:sophia",
+    ),
+    (
         lambda: from_dict({"type": "EvalConfig", "hellaswag_too_long": "leave_out"}),
         "EvalConfig sets hellaswag_too_long",
         "--init-from",

@@ -1,6 +1,7 @@
 """The trajectories of the official PyTorch code, on the numbers of `tools/make_reference.py`."""
 
 import json
+import runpy
 from pathlib import Path
 
 import jax
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import SOPHIA_FILE
 
-from maxmars.optim import MatrixSpec, mars, moonlight, muon, soap, sophia
+from maxmars.optim import MatrixSpec, mars, moonlight, muon, soap
 
+sophia = runpy.run_path(str(SOPHIA_FILE))["sophia"]
 TESTS = Path(__file__).resolve().parents[1]
 CASES = json.loads((TESTS / "reference" / "optimizer_reference.json").read_text())["cases"]
 
@@ -77,7 +80,7 @@ def official_optimizer(details, rate, specs, ns_dtype):
                 b2=b2,
                 rho=arguments["rho"],
                 weight_decay=arguments["weight_decay"],
-                batch_tokens=float(details["batch_tokens"]),
+                batch_tokens=details["batch_tokens"],
                 update_hessian_every=details["update_hessian_every"],
             )
         case _:

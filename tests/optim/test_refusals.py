@@ -12,6 +12,7 @@ from optax.contrib import MuonDimensionNumbers
 from refusals import refused
 
 from maxmars.optim import (
+    GradientRequest,
     MatrixSpec,
     corrected_ema,
     describe,
@@ -20,17 +21,13 @@ from maxmars.optim import (
     muon,
     newton_schulz,
     orthogonalize,
-    scale_by_sophia,
     soap,
-    sophia,
-    sophia_state,
 )
 
 PARAMS = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
 STACK = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
 C_ATTN = functools.partial(MatrixSpec, batch=(0,), rows=(1,), cols=(2, 3, 4))
 mars_m = functools.partial(mars, 0.1, variant="m")
-some_sophia = functools.partial(sophia, 0.1, batch_tokens=8.0)
 both_rates = {"vector_learning_rate": 0.1, "vector_learning_rate_scale": 0.2}
 
 
@@ -82,12 +79,8 @@ REFUSED = [
     (lambda: soap(0.1, eps=0.0), "eps=0.0"),
     (lambda: soap(0.1, precondition_frequency=0), "precondition_frequency=0"),
     (lambda: soap(0.1, max_precondition_dim=0), "max_precondition_dim=0"),
-    (lambda: some_sophia(b1=1.0), "b1=1.0"),
-    (lambda: some_sophia(b2=-0.1), "b2=-0.1"),
-    (lambda: some_sophia(batch_tokens=0.0), "batch_tokens=0.0"),
-    (lambda: some_sophia(update_hessian_every=0), "update_hessian_every=0"),
-    (lambda: scale_by_sophia(batch_tokens=8.0, rho=0.0), "rho=0.0"),
-    (lambda: scale_by_sophia(batch_tokens=8.0, eps=0.0), "eps=0.0"),
+    (lambda: GradientRequest(name="other", at="previous"), "at='previous'", "'prev_params'"),
+    (lambda: GradientRequest(name="other", targets="drawn"), "targets='drawn'", "'sampled'"),
     (lambda: newton_schulz(PARAMS["w"], coefficients=(1.0, 2.0)), "(1.0, 2.0)"),
     (lambda: newton_schulz(PARAMS["w"], eps=0.0), "eps=0.0"),
     (lambda: newton_schulz(PARAMS["w"], dtype=jnp.float64), "ns_dtype=float64"),
@@ -123,9 +116,6 @@ REFUSED = [
         lambda: update(masked(mars(0.1, exact=True)), prev_grads=PARAMS),
         "mask_compatible_extra_args",
     ),
-    (lambda: jax.jit(some_sophia().update)(PARAMS, some_sophia().init(PARAMS)), "sampled_grads="),
-    (lambda: update(masked(some_sophia()), sampled_grads=PARAMS), "mask_compatible_extra_args"),
-    (lambda: sophia_state(optax.sgd(0.1).init({})), "0 of Sophia's"),
     # meshes
     (lambda: on_a_mesh("model"), "w names 'model'", "data, fsdp, tensor"),
     (lambda: on_a_mesh("model", "expert"), "'model', 'expert'"),

@@ -19,20 +19,18 @@ SHAPES = {"square": (6, 6), "table": (12, 5), "bias": (6,)}
 FEWER = {"square": (6, 6), "bias": (6,)}
 
 
-def run(tx, params, gradients, put=lambda tree: tree, sampled=None):
-    """Parameters after the last step, and the state; the update is jitted once. `sampled` are the
-    further gradients of Sophia."""
+def run(tx, params, gradients, put=lambda tree: tree):
+    """Parameters after the last step, and the state; the update is jitted once."""
 
     @jax.jit
-    def step(params, state, grads, extra):
-        updates, state = tx.update(grads, state, params, **extra)
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     params = jax.tree.map(jnp.asarray, put(params))
     state = jax.jit(tx.init)(params)
     for i, grads in enumerate(gradients):
-        extra = {} if sampled is None else {"sampled_grads": sampled[i]}
-        params, state = step(params, state, put(grads), extra)
+        params, state = step(params, state, put(grads))
         # On a mesh the first state's vectors are not where later ones are.
         assert step._cache_size() == 1 or (i > 0 and step._cache_size() == 2)
     return params, state

@@ -21,7 +21,6 @@ from maxmars.optim import (
     scale_by_orthogonalization,
     scale_by_soap,
     soap,
-    sophia,
 )
 
 PARAMS = {
@@ -150,7 +149,7 @@ def test_update_takes_a_module_with_functions_where_there_is_no_gradient(make):
     np.testing.assert_array_equal(updates.bias, expected["bias"])
 
 
-@pytest.mark.parametrize("make", [mars, muon, soap, sophia], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [mars, muon, soap], ids=lambda make: make.__name__)
 def test_functions_of_parameters_are_called_with_parameters_in_init_and_update(make):
     seen = []
 
@@ -158,11 +157,9 @@ def test_functions_of_parameters_are_called_with_parameters_in_init_and_update(m
         seen.append({leaf.dtype for leaf in jax.tree.leaves(params)})
         return jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, params)
 
-    tokens = {"batch_tokens": 8.0} if make is sophia else {}
-    tx = make(0.1, weight_decay=1.0, mask=mask, **tokens)
+    tx = make(0.1, weight_decay=1.0, mask=mask)
     params, grads = {"norm": jnp.ones(4)}, {"norm": jnp.zeros(4, jnp.bfloat16)}
-    more = {"sampled_grads": grads} if make is sophia else {}
-    updates, _ = tx.update(grads, tx.init(params), params, **more)
+    updates, _ = tx.update(grads, tx.init(params), params)
     assert seen
     assert all(dtypes == {jnp.dtype("float32")} for dtypes in seen)
     if make is not muon:  # whose vectors do not decay

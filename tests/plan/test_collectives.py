@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from refusals import refused
-from tiny import ADAMW, MODEL, tiny_config
+from tiny import ADAMW, MODEL, sophia, tiny_config
 
-from maxmars.config import MeshConfig, SophiaConfig
+from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
 from maxmars.model.parameters import Parameters
 from maxmars.plan.collectives import Collective, collectives, total_bytes, wire_bytes
@@ -242,7 +242,7 @@ def test_collectives_of_the_train_step():
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("optimizer", [ADAMW, pytest.param(SophiaConfig(), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", [ADAMW, pytest.param(sophia(10), marks=pytest.mark.slow)])
 def test_gradients_cross_data_once_a_step(optimizer):
     def bytes_over_data(num_microbatches):
         config = tiny_config(
@@ -259,7 +259,7 @@ def test_gradients_cross_data_once_a_step(optimizer):
 
     few, shards = bytes_over_data(2)
     many, _ = bytes_over_data(5)
-    trees = 1 if optimizer is ADAMW else 2  # Sophia's of drawn labels
+    trees = 1 if optimizer is ADAMW else 2  # that of drawn labels
     assert trees * shards <= few == many < trees * shards + 1000  # loss and norms
 
 

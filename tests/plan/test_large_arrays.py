@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from tiny import MODEL, tiny_config
+from tiny import MODEL, sophia, tiny_config
 
 from maxmars.config import AdamWConfig, MarsConfig, MeshConfig
 from maxmars.model.parameters import Parameters
@@ -102,7 +102,9 @@ def gpt2(size, optimizer="mars", **changes):
 
 
 @on_tpus
-@pytest.mark.parametrize("change", [{"remat": None}, {"optimizer": "sophia"}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"remat": None}, {"optimizer": sophia(10).make}], ids=["no remat", "sophia"]
+)
 def test_gpt2_small_writes_none_on_tpus(change):
     config = gpt2("small", **change)
     plan = make_plan(config, get_topology("v5e:4x4"), evaluate="remat" in change)

@@ -16,7 +16,7 @@ from markdown_pages import blocks_of
 from plain_scores import plain_scorer
 from refusals import refused
 from safetensors.numpy import load_file
-from tiny import ADAMW, MODEL, batch_of, first_difference, series, short_config
+from tiny import ADAMW, MODEL, batch_of, first_difference, series, short_config, sophia
 
 from maxmars.cli import main
 from maxmars.cli.parse import ConfigArguments, parse_arguments
@@ -28,7 +28,6 @@ from maxmars.config import (
     ModuleConfig,
     MuonConfig,
     ScheduleConfig,
-    SophiaConfig,
 )
 from maxmars.config.checks import UsageError
 from maxmars.distributed import sharding
@@ -378,7 +377,7 @@ def test_a_policy_that_a_module_does_not_have_is_refused(plain):
         MarsConfig(exact=True),
         SHAMPOO,
         MuonConfig(qkv="heads"),
-        SophiaConfig(update_hessian_every=2),
+        sophia(2),
     ],
 )
 def test_training_on_a_mesh_is_training_on_one_device(tmp_path, optimizer):

@@ -31,7 +31,7 @@ EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
 SOURCE = """
 from typing import Any, NamedTuple
 import jax, jax.numpy as jnp, optax, optax.contrib
-from maxmars.optim import mars
+from maxmars.optim import GradientRequest, mars, with_requests
 
 class Counted(NamedTuple):
     count: jax.Array
@@ -73,6 +73,19 @@ def sums(learning_rate, **options):
 
 def exact(learning_rate, *, matrix_specs, mesh):
     return mars(learning_rate, exact=True, matrix_specs=matrix_specs)
+
+def forgetting(learning_rate, *, matrix_specs, mesh):
+    return optax.chain(exact(learning_rate, matrix_specs=matrix_specs, mesh=mesh))
+
+def requesting(learning_rate, **request):
+    tx = optax.with_extra_args_support(optax.sgd(learning_rate))
+    return with_requests(tx, [GradientRequest(name="there", **request)])
+
+def nowhere(learning_rate):
+    return requesting(learning_rate, at=lambda state, params: params["wte"])
+
+def whenever(learning_rate):
+    return requesting(learning_rate, due=lambda state: jnp.zeros(3))
 
 def stateful(init, change):
     return optax.GradientTransformation(init, lambda g, s, params=None: (g, change(g, s)))
@@ -262,7 +275,9 @@ def test_a_run_records_the_defaults_and_continues_with_them(tmp_path, source):
         ("own.py:plain", {"b3": 1}, ValueError, ["'b3'", "optimizer.options"]),
         ("own.py:refusing", {"b1": 2}, ValueError, ["b1=2"]),
         ("own.py:number", {}, ValueError, ["a int", "optax.GradientTransformation"]),
-        ("own.py:exact", {}, ValueError, ["prev_grads="]),
+        ("own.py:forgetting", {}, ValueError, ["prev_grads="]),
+        ("own.py:nowhere", {}, ValueError, ["requests there", "parameters"]),
+        ("own.py:whenever", {}, ValueError, ["requests there", "float32", "bool []"]),
         ("own.py:sums", {}, ValueError, ["own.py:sums", "updates", "parameters"]),
         ("own.py:searching", {}, ValueError, ["'value_fn'"]),
         ("own.py:widening", {}, ValueError, ["m/h/", "bfloat16[", "float32[", "old.dtype"]),
@@ -283,7 +298,9 @@ def test_wrong_functions_are_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("make", ["schedule_free", "accumulating", "integer", "counting", "plain"])
+@pytest.mark.parametrize(
+    "make", ["schedule_free", "accumulating", "integer", "counting", "plain", "exact"]
+)
 def test_what_is_allowed_is_none_of_these(source, make):
     own = OptaxConfig(make=f"{source}:{make}", learning_rate=0.1)
     check_optimizer(own, Parameters(MODEL, sharding.make_mesh(MeshConfig(), jax.devices()[:1])))

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 import pytest
-from tiny import MODEL, tiny_config
+from tiny import MODEL, sophia, tiny_config
 
-from maxmars.config import CheckpointConfig, GrainConfig, MarsConfig, MeshConfig, SophiaConfig
+from maxmars.config import CheckpointConfig, GrainConfig, MarsConfig, MeshConfig
 from maxmars.data.windows import segments_and_positions
 from maxmars.distributed import sharding
 from maxmars.model import make_model, token_losses
@@ -49,7 +49,7 @@ def run(microbatches, mesh, optimizer):
     [
         pytest.param(MarsConfig(), id="mars"),
         pytest.param(MarsConfig(exact=True), id="exact", marks=pytest.mark.slow),
-        pytest.param(SophiaConfig(update_hessian_every=2), id="sophia", marks=pytest.mark.slow),
+        pytest.param(sophia(2), id="sophia", marks=pytest.mark.slow),
     ],
 )
 def test_microbatches_and_devices_change_nothing_but_rounding(optimizer):

@@ -3,7 +3,7 @@
 import shutil
 
 import pytest
-from tiny import first_difference, series, short_config
+from tiny import first_difference, series, short_config, sophia
 
 from maxmars.config import (
     AdamWConfig,
@@ -16,7 +16,6 @@ from maxmars.config import (
     NAdamWConfig,
     OptaxConfig,
     SoapConfig,
-    SophiaConfig,
 )
 from maxmars.train import train
 
@@ -26,7 +25,7 @@ OPTIMIZERS = {
     "ademamix": AdEMAMixConfig(mixing_warmup_steps=4),
     "lion": LionConfig(),
     "adopt": OptaxConfig(make="optax.contrib:adopt", learning_rate=6e-4),
-    "sophia": SophiaConfig(update_hessian_every=2),
+    "sophia": sophia(2),
     "soap": SoapConfig(),
     "muon": MuonConfig(),
     "moonlight": MuonConfig(ns_scale="rms", vector_learning_rate_scale=1.0),

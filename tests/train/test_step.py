@@ -10,7 +10,7 @@ import pytest
 from gpt2_reference import Reference
 from jax.sharding import PartitionSpec as P
 from test_resume_every_optimizer import OPTIMIZERS as ALL_OPTIMIZERS
-from tiny import ADAMW, MODEL, batch_of, tiny_config
+from tiny import ADAMW, MODEL, batch_of, sophia, tiny_config
 
 from maxmars.config import (
     GuardConfig,
@@ -18,7 +18,6 @@ from maxmars.config import (
     MarsConfig,
     MeshConfig,
     ModuleConfig,
-    SophiaConfig,
     load_config,
 )
 from maxmars.distributed import sharding
@@ -57,13 +56,26 @@ def batches(config, steps, seed=0):
     return [rng.integers(0, config.model.vocab_size, shape).astype(np.int32) for _ in range(steps)]
 
 
-@functools.cache
+def once(make):
+    """`make` of a config, called once for all tests. One with options has no hash."""
+    made = {}
+
+    def of(config):
+        key = repr(config)
+        if key not in made:
+            made[key] = make(config)
+        return made[key]
+
+    return of
+
+
+@once
 def step_of(config):
     """The config's step on its mesh, traced once for all tests."""
     return make_train_step(config, Parameters(config.model, mesh_of(config.mesh)))
 
 
-@functools.cache
+@once
 def initializer_of(config):
     return make_initializer(config, Parameters(config.model, mesh_of(config.mesh)))
 
@@ -166,7 +178,7 @@ OPTIMIZERS = {
         own_over_data=True,
     ),
     "exact": MarsConfig(exact=True),
-    "sophia": SophiaConfig(update_hessian_every=3),
+    "sophia": sophia(3),
 }
 
 

@@ -1,0 +1,61 @@
+"""The further gradients that an optimizer's `update` takes, said so that any training loop can
+compute them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import optax
+
+from maxmars.optim._rules import Tree, check_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientRequest:
+    """A gradient of the loss on this step's batch that `update` takes beside the usual one.
+
+    Raises:
+      ValueError: `at` or `targets` is none of its words.
+    """
+
+    name: str
+    """The keyword of `update` that gets it, a tree like the gradients."""
+    at: Literal["params", "prev_params"] | Callable[[Any, Tree], Tree] = "params"
+    """Where it is taken: at the present parameters, at those before the last update (before the
+    first one at the present ones), or at the result of `at(opt_state, params)`, a tree like the
+    parameters."""
+    targets: Literal["data", "sampled"] = "data"
+    """The labels of the loss: the batch's, or independent draws from the model's own predictions,
+    which count as constants."""
+    due: Callable[[Any], Any] | None = None
+    """From the optimizer's state to a bool []: whether the next update uses it. Where it does not,
+    zeros may stand in. None: every update does."""
+
+    def __post_init__(self) -> None:
+        if not callable(self.at):
+            check_choice("at", self.at, ("params", "prev_params"))
+        check_choice("targets", self.targets, ("data", "sampled"))
+
+
+class RequestingTransformation(optax.GradientTransformationExtraArgs):
+    """An optax transformation with requests; see `with_requests`."""
+
+    requests: Sequence[GradientRequest]
+
+
+def with_requests(
+    tx: optax.GradientTransformation, requests: Sequence[GradientRequest]
+) -> RequestingTransformation:
+    """The transformation `tx`, which says that its `update` takes these gradients by their names.
+
+    Optax's wrappers (`optax.chain` and others) make a transformation without requests, and `at`
+    and `due` get the state of the whole, so this goes around the outermost one.
+    """
+    requesting = RequestingTransformation(*optax.with_extra_args_support(tx))
+    requesting.requests = tuple(requests)
+    return requesting
+
+
+def requests_of(tx: optax.GradientTransformation) -> Sequence[GradientRequest]:
+    """The further gradients that the `update` of `tx` takes; () of one without requests."""
+    return tx.requests if isinstance(tx, RequestingTransformation) else ()
