@@ -688,8 +688,8 @@ def _params_at(request: GradientRequest, parameters: Parameters, state: TrainSta
 
 
 def _uniforms(config: TrainConfig, state: TrainState) -> Float[Array, "microbatches rows length"]:
-    """Numbers from [0, 1), by which labels are drawn: a function of seed, step and row of the batch,
-    so that a resume, another mesh and other microbatches draw the same."""
+    """Numbers from [0, 1), by which labels are drawn: a function of seed, step and row, so that a
+    resume, another mesh and other microbatches draw the same."""
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len)
     return jax.random.uniform(key, shape, state.hyperparams["learning_rate"].dtype)
