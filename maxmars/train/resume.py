@@ -192,9 +192,9 @@ def _misfit(
     """What of the checkpoint does not fit the config, in words; None if all does."""
     state, before = abstract_train_state(config, parameters), saved.config.optimizer
 
-    def first_misfit_of(part: str) -> str | None:
+    def first_misfit_of(*parts: str) -> str | None:
         there, here = (
-            {name: kind for name, kind in types.items() if name.startswith(part)}
+            {name: kind for name, kind in types.items() if name.startswith(parts)}
             for types in (saved.types, leaf_types(state))
         )
         return first_misfit(there, here)
@@ -205,7 +205,7 @@ def _misfit(
     if type(before) is not type(config.optimizer):
         return "that is another optimizer"  # even if its arrays have the same shapes
     if isinstance(before, OptaxConfig):  # the code of before may be gone
-        return first_misfit_of("opt_state/")
+        return first_misfit_of("opt_state/", "prev_params/")
     stored = abstract_train_state(dataclasses.replace(config, optimizer=before), parameters)
     kept = carried_over(stored.opt_state, state.opt_state)
     names, new = leaf_paths({"opt_state": kept}), jax.tree.leaves(state.opt_state)

@@ -8,6 +8,7 @@ import re
 import jax
 import pytest
 from running import environment, finish, start_python, wait_until
+from tiny import SOPHIA_FILE
 
 from maxmars.checkpoint import list_steps
 
@@ -38,12 +39,13 @@ def check(audited, steps):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_killed_run_is_computed_again_from_before_the_kill(tmp_path, byte_tokens):
+@pytest.mark.parametrize("optimizer", ["mars", f"{SOPHIA_FILE}:sophia"], ids=["mars", "sophia"])
+def test_a_killed_run_is_computed_again_from_before_the_kill(tmp_path, byte_tokens, optimizer):
     options = ["--model.num-layers", 1, "--model.embed-dim", 32, "--model.max-seq-len", 32]
     options += ["--global-batch-size", 4, "--model.scan-unroll", 1, "--schedule.warmup-steps", 2]
     audited = kill_and_continue(
         tmp_path,
-        f"quickstart:data={byte_tokens}",
+        f"quickstart:data={byte_tokens},optimizer={optimizer}",
         options,
         steps=60,
         every=4,

@@ -186,6 +186,15 @@ def test_it_trains_as_the_same_optimizer_of_the_package_and_continues(tmp_path, 
     with refused(ValueError, "opt_state/0/nu/", f"--init-from {tmp_path / 'continued'}"):
         train(more, tmp_path / "continued", resume_overrides=["optimizer.make"])
 
+    # It requests a gradient at the parameters of the step before, which no checkpoint has.
+    requests = '[GradientRequest(name="previous", at="prev_params")]'
+    changed = SOURCE.replace("return optax.adamw(", "return with_requests(optax.adamw(")
+    changed = changed.replace("mask=decays)", f"mask=decays), requests={requests})")
+    Path(moved).write_text(changed)
+    more = dataclasses.replace(more, optimizer=dataclasses.replace(own, make=f"{moved}:adamw"))
+    with refused(ValueError, "prev_params/", "--new-optimizer-state"):
+        train(more, tmp_path / "continued", resume_overrides=["optimizer.make"])
+
 
 @pytest.mark.seconds
 def test_its_state_may_be_a_class_of_its_file(tmp_path, source):
