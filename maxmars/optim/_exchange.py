@@ -291,11 +291,8 @@ def _stack_of(name: str, array: Any, spec: MatrixSpec, mesh: AnyMesh | None, blo
 
 
 def _partition_of(array: Any, spec: MatrixSpec) -> PartitionSpec | None:
-    return known_partition(array) if spec.partition is None else spec.partition
-
-
-def known_partition(array: Any) -> PartitionSpec | None:
-    """That of an array's sharding, if it has one that is known."""
+    if spec.partition is not None:
+        return spec.partition
     sharding = _sharding(array)
     return None if sharding is None else sharding.spec
 
@@ -408,7 +405,8 @@ def to_owners(
       copies: mesh axes along which devices hold the same, and so divide the work.
     """
     owners = jax.lax.axis_size(axes) if (axes := (*itertools.chain(*cuts), *copies)) else 1
-    x = pad_axis(x, 0, -(-len(x) // owners) * owners)
+    if padding := -len(x) % owners:
+        x = jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)])
     if copies:
         share = len(x) // jax.lax.axis_size(copies)
         x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(copies) * share, share)
@@ -499,12 +497,6 @@ def placed_zeros(
     # Outside of jit the first places it, inside of jit the second.
     x = jnp.zeros(shape, dtype, device=sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
-
-
-def pad_axis(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Zeros at the end of an axis that is shorter."""
-    widths = [(0, size - n if i == axis else 0) for i, n in enumerate(x.shape)]
-    return jnp.pad(x, widths) if size > x.shape[axis] else x
 
 
 def _is_explicit(mesh: AnyMesh) -> bool:

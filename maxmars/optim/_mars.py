@@ -365,11 +365,15 @@ def mars_over(
     Raises:
       ValueError: an argument is out of range.
     """
-    chain = optax.chain(
-        *_corrected(b1, gamma, clip_threshold, exact, first_step, last_grad_dtype, matrix_specs),
-        _without_prev_grads(inner, refused=False),
-    )
-    return with_requests(in_float32(chain), [PREV_GRADS] if exact else [])
+    chain: list[optax.GradientTransformation] = [
+        correct_gradient(
+            b1, gamma, exact=exact, first_step=first_step, last_grad_dtype=last_grad_dtype
+        )
+    ]
+    if clip_threshold is not None:
+        chain.append(clip_by_matrix_norm(clip_threshold, matrix_specs))
+    whole = in_float32(optax.chain(*chain, _without_prev_grads(inner, refused=False)))
+    return with_requests(whole, [PREV_GRADS] if exact else [])
 
 
 def scale_by_mars(
@@ -415,23 +419,6 @@ def scale_by_mars(
         last_grad_dtype=last_grad_dtype,
         matrix_specs=matrix_specs,
     )
-
-
-def _corrected(
-    b1: Scalar,
-    gamma: ScalarOrSchedule,
-    clip_threshold: Scalar | None,
-    exact: bool,
-    first_step: str,
-    last_grad_dtype: Any,
-    matrix_specs: Any = None,
-) -> list[optax.GradientTransformation]:
-    correction = correct_gradient(
-        b1, gamma, exact=exact, first_step=first_step, last_grad_dtype=last_grad_dtype
-    )
-    if clip_threshold is None:
-        return [correction]
-    return [correction, clip_by_matrix_norm(clip_threshold, matrix_specs)]
 
 
 def mars(
@@ -522,7 +509,13 @@ def mars(
     orthogonalizes = variant in ("shampoo", "m")
     if amsgrad and variant != "adamw":
         raise ValueError(f"amsgrad=True needs variant='adamw', but it is {variant!r}.")
-    corrected = _corrected(b1, gamma, clip_threshold, exact, first_step, last_grad_dtype)
+    corrected: list[optax.GradientTransformation] = [
+        correct_gradient(
+            b1, gamma, exact=exact, first_step=first_step, last_grad_dtype=last_grad_dtype
+        )
+    ]
+    if clip_threshold is not None:
+        corrected.append(clip_by_matrix_norm(clip_threshold))
     adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)
     if memory_efficient:
         _check_memory_efficient(variant, b1, gamma, clip_threshold, exact, first_step)

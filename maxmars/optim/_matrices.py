@@ -116,13 +116,8 @@ class MatrixSpec:
         return len(self.batch) + len(self.inner)
 
 
-def default_specs(params: Any) -> Any:
-    """Each 2-D parameter is one matrix [in, out]; any other is one vector."""
-    matrix = MatrixSpec(rows=(0,), cols=(1,))
-    return jax.tree.map(lambda p: matrix if p.ndim == 2 else _vector(p.ndim), params)
-
-
-def _vector(ndim: int) -> MatrixSpec:
+def vector_spec(ndim: int) -> MatrixSpec:
+    """A parameter of so many axes, which is one vector."""
     return MatrixSpec(rows=(), cols=tuple(range(max(ndim, 1))))  # a scalar is one element
 
 
@@ -130,9 +125,9 @@ def resolve_specs(specs: Any, params: Any) -> Any:
     """One `MatrixSpec` per parameter.
 
     Args:
-      specs: None for the default of every leaf, or a pytree prefix of `params` whose leaves are
-        `MatrixSpec`s, or optax's `MuonDimensionNumbers` (whose other axes are `batch`), or None for
-        a vector; or a function from parameters to one of these.
+      specs: None, which makes each 2-D parameter a matrix [in, out] and any other a vector; or a
+        pytree prefix of `params` whose leaves are `MatrixSpec`s, optax's `MuonDimensionNumbers`
+        (whose other axes are `batch`), or None for a vector; or a function from parameters to one.
       params: the parameters, arrays or abstract.
 
     Returns:
@@ -147,7 +142,8 @@ def resolve_specs(specs: Any, params: Any) -> Any:
     if is_function(specs):
         specs = specs(params)
     if specs is None:
-        return default_specs(params)
+        matrix = MatrixSpec(rows=(0,), cols=(1,))
+        return jax.tree.map(lambda p: matrix if p.ndim == 2 else vector_spec(p.ndim), params)
 
     def is_leaf(x: Any) -> bool:
         return x is None or isinstance(x, MatrixSpec | MuonDimensionNumbers)
@@ -226,7 +222,7 @@ def _refuse_complex(params: Any) -> None:
 
 def _checked(spec: Any, param: Any) -> MatrixSpec:
     if spec is None:
-        return _vector(param.ndim)
+        return vector_spec(param.ndim)
     if isinstance(spec, MuonDimensionNumbers):
         spec = _of_dimension_numbers(spec, param.ndim)
     if not isinstance(spec, MatrixSpec):

@@ -121,6 +121,11 @@ class MatrixState(NamedTuple):
     row_basis: Any
     col_basis: Any
 
+    @property
+    def sides(self) -> tuple[bool, bool]:
+        """Whether rows and columns are preconditioned."""
+        return self.row_gram is not None, self.col_gram is not None
+
 
 def scale_by_soap(
     *,
@@ -176,14 +181,10 @@ def scale_by_soap(
         return MatrixState(*arrays)
 
     def make(specs: Tree) -> optax.GradientTransformation:
-        def layouts(tree: Tree) -> list[Layout | None]:
-            each = jax.tree.leaves(specs)
-            chosen = list(map(sides, jax.tree.leaves(tree), each))
-            return _layouts(tree, each, mesh, chosen)
-
         def init_fn(params: Tree) -> ScaleBySoapState:
             leaves, treedef = jax.tree.flatten(params)
-            states = list(map(zeros, leaves, layouts(params)))
+            chosen = list(map(sides, leaves, jax.tree.leaves(specs)))
+            states = list(map(zeros, leaves, _layouts(params, specs, mesh, chosen)))
             return _joined(jnp.zeros([], jnp.int32), states, treedef)
 
         def update_fn(
@@ -191,13 +192,13 @@ def scale_by_soap(
         ) -> tuple[Tree, ScaleBySoapState]:
             del params
             leaves, treedef = jax.tree.flatten(updates)
+            states = _by_parameter(state, treedef)
+            layouts = _layouts(updates, specs, mesh, [own.sides for own in states])
             results = [
                 step(g, own, state.count)
                 if layout is None
                 else _by_owners(step, layout, g, own, state.count)
-                for g, own, layout in zip(
-                    leaves, _by_parameter(state, treedef), layouts(updates), strict=True
-                )
+                for g, own, layout in zip(leaves, states, layouts, strict=True)
             ]
             directions = jax.tree.unflatten(treedef, [direction for direction, _ in results])
             count = jnp.asarray(optax.safe_increment(state.count))
@@ -307,12 +308,8 @@ def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> A
         if not is_soap(x):
             return None
         treedef = jax.tree.structure(x.mu)
-        sides = [
-            (own.row_gram is not None, own.col_gram is not None)
-            for own in _by_parameter(x, treedef)
-        ]
-        specs = jax.tree.leaves(resolve_specs(matrix_specs, x.mu))
-        layouts = _layouts(x.mu, specs, mesh, sides)
+        sides = [own.sides for own in _by_parameter(x, treedef)]
+        layouts = _layouts(x.mu, resolve_specs(matrix_specs, x.mu), mesh, sides)
         stacks = [MatrixState(*layout.state if layout else [None] * 6) for layout in layouts]
         return jax.tree.map(
             lambda stack: NamedSharding(mesh, stack.partition), _joined(None, stacks, treedef)
@@ -489,14 +486,12 @@ def _by_owners(
 
 
 def _layouts(
-    tree: Tree,
-    specs: Sequence[MatrixSpec],
-    mesh: AnyMesh | None,
-    sides: Sequence[tuple[bool, bool]],
+    tree: Tree, specs: Tree, mesh: AnyMesh | None, sides: Sequence[tuple[bool, bool]]
 ) -> list[Layout | None]:
-    """The layout of each leaf of a tree like the parameters, by its spec and by whether its rows
-    and its columns are preconditioned; None where neither is."""
-    wanted = [spec if any(chosen) else None for spec, chosen in zip(specs, sides, strict=True)]
+    """The layout of each leaf of a tree like the parameters, None where no side is preconditioned;
+    `sides` says of each whether rows and columns are."""
+    each = zip(jax.tree.leaves(specs), sides, strict=True)
+    wanted = [spec if any(chosen) else None for spec, chosen in each]
     stacks = stacks_of(tree, wanted, mesh, blocks=False)
     return [_layout(stacks[i], *sides[i]) if i in stacks else None for i in range(len(wanted))]
 

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from maxmars.optim._matrices import MatrixSpec, named_leaves
+from maxmars.optim._matrices import MatrixSpec, named_leaves, vector_spec
 
 _CONVOLUTIONS = nnx.Conv | nnx.ConvTranspose
 _NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm | nnx.InstanceNorm
@@ -91,7 +91,7 @@ def matrix_specs_of(
         if matching:
             return _given(overrides[matching[0]], leaf.ndim)
         if known is not None or leaf.ndim <= 1:
-            return known or _vector(1)
+            return known or vector_spec(1)
         if fallback is not None:
             return _given(fallback(name, leaf), leaf.ndim)
         raise ValueError(
@@ -143,12 +143,12 @@ def given_specs(model: Any, wrt: Any = nnx.Param) -> dict[tuple[Any, ...], Matri
                     "MatrixSpec of its own (overrides, or the variable's matrix_spec).",
                     stacklevel=2,
                 )
-            specs[path] = _vector(len(layer.kernel_size) + 2)
+            specs[path] = vector_spec(len(layer.kernel_size) + 2)
     return specs
 
 
 def _given(spec: MatrixSpec | None, ndim: int) -> MatrixSpec:
-    return _vector(max(ndim, 1)) if spec is None else stacked(spec, ndim)
+    return vector_spec(ndim) if spec is None else stacked(spec, ndim)
 
 
 def _layer(model: Any, path: tuple[Any, ...]) -> Any:
@@ -173,7 +173,7 @@ def _of_layer(layer: Any, name: Any, ndim: int) -> MatrixSpec | None:
         case "bias", nnx.LinearGeneral():
             spec = _matrix(len(layer.batch_axis), 0, len(layer.out_features))
         case "bias" | "scale", _ if isinstance(layer, _WITH_VECTORS):
-            spec = _vector(1)
+            spec = vector_spec(1)
         case _:
             return None
     return stacked(spec, ndim)
@@ -203,10 +203,6 @@ def _matrix(batch: int, rows: int, cols: int) -> MatrixSpec:
         rows=tuple(axes[batch : batch + rows]),
         cols=tuple(axes[batch + rows :]),
     )
-
-
-def _vector(ndim: int) -> MatrixSpec:
-    return _matrix(0, 0, ndim)
 
 
 def stacked(spec: MatrixSpec, ndim: int) -> MatrixSpec:

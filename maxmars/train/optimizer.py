@@ -130,7 +130,7 @@ def make_optimizer(
             tx = soap(
                 learning_rate,
                 mask=decays,
-                matrix_specs=_soap_specs(parameters),
+                matrix_specs=parameters.specs,
                 mesh=mesh if mesh is not None and mesh.size > 1 else None,
                 **_options(optimizer),
             )
@@ -379,11 +379,6 @@ def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:
     return {name: getattr(optimizer, name) for name in names}
 
 
-def _soap_specs(parameters: Parameters) -> Any:
-    """SOAP leaves embeddings to AdamW, as it does vectors: they have no spec."""
-    return jax.tree.map(lambda spec: None if spec.embedding else spec, parameters.specs)
-
-
 def opt_state_shardings(optimizer: OptimizerConfig, parameters: Parameters, opt_state: Any) -> Any:
     """NamedShardings of an (abstract) optimizer state.
 
@@ -393,7 +388,7 @@ def opt_state_shardings(optimizer: OptimizerConfig, parameters: Parameters, opt_
     like, mesh = like_params(opt_state, parameters.on_mesh), parameters.mesh
     if not isinstance(optimizer, SoapConfig) or mesh.size == 1:
         return like
-    own = soap_shardings(opt_state, mesh, _soap_specs(parameters))
+    own = soap_shardings(opt_state, mesh, parameters.specs)
     return jax.tree.map(lambda a, b: a if b is None else b, like, own)
 
 
