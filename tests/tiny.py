@@ -21,12 +21,9 @@ from maxmars.config import (
     ScheduleConfig,
     TokenShardsConfig,
     TrainConfig,
-    to_dict,
 )
 from maxmars.data.batches import ValidationBatches
 from maxmars.model.parameters import Parameters
-from maxmars.train.clock import Clock
-from maxmars.train.journal import Journal
 from maxmars.train.metrics import read_metrics
 
 MODEL = GPT2Config(
@@ -138,11 +135,3 @@ def first_difference(one, other) -> str | None:
     ours, theirs = (read(run / "checkpoints").digests for run in (one, other))
     wrong = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
     return f"arrays differ: {wrong}" if wrong else None
-
-
-def begin_from(workdir, origin):
-    """What a new run from these weights leaves that is killed before it saves anything."""
-    config = tiny_config()
-    began = {"step": 0, "digest": "", "position": 0, "command": None, "init_from": origin}
-    with Journal(workdir, Clock(), began | {"config": to_dict(config)}) as journal:
-        journal.begin([])

@@ -55,11 +55,10 @@ class MaxmarsSteps:
         """Open the data and make the state; the first `run` compiles."""
         import jax
 
-        from maxmars.data.batches import TrainBatches, open_data
         from maxmars.distributed import sharding
         from maxmars.model.parameters import Parameters
-        from maxmars.train.auto import prepare
-        from maxmars.train.step import init_train_state
+        from maxmars.train.resolve import resolve_config
+        from maxmars.train.training import open_training
 
         # What compiles twice here, once to run and once to be read, must be the same program.
         jax.config.update("jax_compilation_cache_dir", str(scratch / "programs"))
@@ -67,15 +66,12 @@ class MaxmarsSteps:
         jax.monitoring.register_event_duration_secs_listener(self._count)
         self.scratch = scratch
         self.mesh = sharding.training_mesh(config)
-        tokens = open_data(config.data, "train", model=config.model)
-        self.train_step = prepare(
-            config,
-            Parameters(config.model, self.mesh),
-            log=lambda text: print(text, file=sys.stderr),
-        )
-        self.config = self.train_step.config
-        self.state = init_train_state(self.config, self.train_step.parameters)
-        self.batches = TrainBatches(tokens, self.config, self.mesh)
+        resolved = resolve_config(config, Parameters(config.model, self.mesh))
+        for text in resolved.messages:
+            print(text, file=sys.stderr)
+        training = open_training(resolved)
+        self.config, self.train_step = training.config, training.step
+        self.state, self.batches = training.new_state(), training.batches()
         self.num_compiles, self.compile_seconds = 0, 0.0  # from here on of the step alone
 
     def _count(self, event: str, duration_secs: float, **_: Any) -> None:

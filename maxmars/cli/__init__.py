@@ -24,6 +24,7 @@ from typing import NamedTuple
 import maxmars
 from maxmars.cli.memory import keep_freed_memory
 from maxmars.cli.output import standard_streams
+from maxmars.distributed.exits import OWN_ERROR, is_one_of_several
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
 _MOST_SHOWN = 200  # characters of a word
@@ -106,13 +107,13 @@ def _run(argv: list[str]) -> int:
         is_external = isinstance(error, (*EXTERNAL_ERRORS, SystemExit)) or _is_out_of_memory(error)
         if is_external and os.environ.get("MAXMARS_TRACEBACK") != "1":
             code = _report(error, argv)
-        elif _is_one_of_several():
+        elif is_one_of_several():
             traceback.print_exc()
-            code = 1
+            code = OWN_ERROR
         else:
             raise
-        if _is_one_of_several():  # Python's exit would wait for the others, and JAX would abort
-            os._exit(code)
+        if is_one_of_several():  # Python's exit would wait for the others, and JAX would abort
+            os._exit(OWN_ERROR)
         return code
 
 
@@ -226,11 +227,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     """Whether this host, or by XLA's words a device, has not enough memory."""
     is_xlas = isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
     return is_xlas or isinstance(error, MemoryError)
-
-
-def _is_one_of_several() -> bool:
-    jax = sys.modules.get("jax")
-    return jax is not None and jax.distributed.is_initialized()
 
 
 def _print_error(message: str, argv: list[str]) -> None:

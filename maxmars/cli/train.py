@@ -13,7 +13,7 @@ import tyro
 
 from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config.checks import NotNegative, Positive, UsageError
-from maxmars.distributed.exits import EXIT_CODE, Starting
+from maxmars.distributed.run_process import RunProcess
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +73,10 @@ class TrainArguments(ConfigArguments):
 def run(argv: list[str]) -> int:
     """Run `maxmars train`; 75 if a signal stopped it, else 0."""
     command = shlex.join(["maxmars", "train", *argv])
-    with Starting() as starting:
+    with RunProcess(command) as process:
         arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", example="gpt2")
         try:
-            return _train(arguments, starting, command)
+            return _train(arguments, process)
         except ValueError as error:
             # It advises another --workdir, and the user may not know of the one that was taken.
             if arguments.workdir is None and "--workdir" in str(error):
@@ -87,7 +87,7 @@ def run(argv: list[str]) -> int:
             raise
 
 
-def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
+def _train(arguments: TrainArguments, process: RunProcess) -> int:
     profile = _parse_steps(arguments.profile)
     if arguments.init_optimizer_state and arguments.init_from is None:
         raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
@@ -95,11 +95,11 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
-        from maxmars.distributed import processes
-        from maxmars.distributed.failures import ExitIfPeerIsLost
+        from maxmars.checkpoint import list_steps
+        from maxmars.checkpoint.lock import is_owned
         from maxmars.distributed.files import naming, resolve
+        from maxmars.distributed.workdir import CHECKPOINTS
         from maxmars.train import InitFrom, train
-        from maxmars.train.lives import Life
 
     init_from = None
     if arguments.init_from is not None:
@@ -109,35 +109,31 @@ def _train(arguments: TrainArguments, starting: Starting, command: str) -> int:
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
     named = arguments.workdir
     workdir = resolve(_default_workdir(arguments) if named is None else named)
-    with naming(workdir), Life(workdir) as life:
-        starting.before_exit = life.stopped
-        if processes.is_first(arguments.process_id):
-            life.begin()
-        open_port = processes.initialize(
-            arguments.coordinator,
-            arguments.num_processes,
-            arguments.process_id,
+    checkpoints = workdir / CHECKPOINTS
+
+    def newest_step() -> int | None:
+        # A process that is being killed keeps its lock for a moment.
+        is_taken = is_owned(checkpoints, patience_s=2.0)
+        return None if is_taken else max(list_steps(checkpoints), default=0)
+
+    with naming(workdir):
+        process.join(
+            workdir,
+            newest_step,
+            coordinator=arguments.coordinator,
+            num_processes=arguments.num_processes,
+            process_id=arguments.process_id,
             timeout_s=arguments.start_timeout_s,
         )
-        processes.check_accelerators()
-        with ExitIfPeerIsLost(life.lost):
-            life.met()
-            processes.warn_once(open_port)
         result = train(
             arguments.config,
             workdir,
             init_from=init_from,
             resume_overrides=[name.strip() for name in overrides if name.strip()],
             profile=profile,
-            life=life,
-            starting=starting,
-            command=command,
+            process=process,
         )
-        if not result.done:
-            life.stopped()
-            return EXIT_CODE
-        life.finished()
-        return 0
+    return process.end(done=result.done)
 
 
 def _default_workdir(arguments: TrainArguments) -> str:

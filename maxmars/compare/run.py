@@ -39,20 +39,21 @@ from maxmars.compare.summary import summarize
 from maxmars.config import TrainConfig
 from maxmars.config.errors import in_words
 from maxmars.config.numbers import duration
-from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed import sharding
-from maxmars.distributed.failures import StopRequests
 from maxmars.distributed.files import read_json
 from maxmars.distributed.progress import Progress
+from maxmars.distributed.run_process import RunProcess
 from maxmars.distributed.workdir import CHECKPOINTS, ENVIRONMENT
 from maxmars.model.parameters import Parameters
 from maxmars.plan.collectives import collectives
 from maxmars.train import compile_cache, train
-from maxmars.train.auto import choose_precision, prepare
+from maxmars.train.auto import choose_precision
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.reporter import DivergedError
-from maxmars.train.step import init_train_state
+from maxmars.train.resolve import resolve_config
+from maxmars.train.step import make_train_step
+from maxmars.train.training import open_training
 
 RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
@@ -95,14 +96,15 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
     if results:
         print(f"{len(results)} cells are finished and kept", flush=True)
     starts: dict[tuple[str, int], Digests] = {}
-    with StopRequests() as stops:
+    with RunProcess() as process:
+        process.started()  # a signal finishes the step and saves the cell
         while pending := next_cells(comparison, results):
-            if stops.due():
+            if process.stop_due():
                 break
             # Each turn: what is missing by the results on the disk, one cell of it, its result.
             taken = _take(pending, workdir)
             if taken is None:
-                results = _wait_for_others(comparison, workdir, stops)
+                results = _wait_for_others(comparison, workdir, process)
                 continue
             cell, lock = taken
             try:
@@ -117,7 +119,8 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
                 refusal = _refusal(cell, contender)
                 if refusal is None:
                     directory = cell.directory(workdir)
-                    result = run_cell(cell, cell.config(contender), directory, starts[key])
+                    config = cell.config(contender)
+                    result = run_cell(cell, config, directory, starts[key], process)
                 else:
                     result = _refused(cell, refusal, starts[key])
                 if result is None:
@@ -158,14 +161,14 @@ def _take(cells: Iterable[Cell], workdir: Path) -> tuple[Cell, FileLock] | None:
     return None
 
 
-def _wait_for_others(comparison: Comparison, workdir: Path, stops: StopRequests) -> Results:
+def _wait_for_others(comparison: Comparison, workdir: Path, process: RunProcess) -> Results:
     """Wait until there is a cell that no process runs, none is missing, or a signal came."""
     with Progress() as progress:
         while True:
             results = read_results(comparison, workdir)
             pending = next_cells(comparison, results)
             are_owned = [is_owned(cell.directory(workdir)) for cell in pending]
-            if not all(are_owned) or not pending or stops.due():
+            if not all(are_owned) or not pending or process.stop_due():
                 return results
             waiting = f"waiting for {len(pending)} cells of other processes"
             progress.update(waiting, len(results), len(results) + len(pending))
@@ -191,15 +194,15 @@ def find_start(config: TrainConfig) -> Digests:
       FileNotFoundError: there is no data.
     """
     mesh = sharding.training_mesh(config)
-    weights = combine(digest(init_train_state(config, Parameters(config.model, mesh)).params))
-    data = open_data(config.data, "train", model=config.model)
+    training = open_training(resolve_config(config, Parameters(config.model, mesh)))
+    weights = combine(digest(training.new_state().params))
     sha = hashlib.sha256()
     for step in (0, config.num_steps - 1):
-        position = step * config.global_batch_size
-        batches = TrainBatches(data, config, mesh, position=position, prefetch_steps=0)
-        for _, array in sorted(next(batches).items()):
-            sha.update(np.asarray(array).tobytes())
-        batches.close()
+        with contextlib.closing(
+            training.batches(step * config.global_batch_size, prefetch=False)
+        ) as batches:
+            for _, array in sorted(next(batches).items()):
+                sha.update(np.asarray(array).tobytes())
     return weights, sha.hexdigest()
 
 
@@ -254,7 +257,13 @@ def _check_same_start(cell: Cell, start: Digests, results: Iterable[CellResult])
             )
 
 
-def run_cell(cell: Cell, config: TrainConfig, directory: Path, start: Digests) -> CellResult | None:
+def run_cell(
+    cell: Cell,
+    config: TrainConfig,
+    directory: Path,
+    start: Digests,
+    process: RunProcess | None = None,
+) -> CellResult | None:
     """Train a cell, or continue it; None if a signal stopped it before its end.
 
     Args:
@@ -262,10 +271,11 @@ def run_cell(cell: Cell, config: TrainConfig, directory: Path, start: Digests) -
       config: its config.
       directory: its working directory.
       start: see `find_start`.
+      process: see `train`.
     """
     loss, diverged, curve, began = math.inf, None, None, time.monotonic()
     try:
-        if not train(config, directory, quiet=True).done:
+        if not train(config, directory, process=process, quiet=True).done:
             return None
     except DivergedError as error:
         diverged = error.reason
@@ -322,7 +332,8 @@ def step_cost(config: TrainConfig) -> dict[str, int]:
     Compiles the step where there are several devices: its collectives are read from the program.
     """
     mesh = sharding.training_mesh(config)
-    step = prepare(config, Parameters(config.model, mesh))
+    resolved = resolve_config(config, Parameters(config.model, mesh))
+    step = make_train_step(resolved.config, resolved.parameters)
     state = step.abstract_state
     moved = 0
     if mesh.size > 1:

@@ -1,4 +1,4 @@
-"""How a process ends at once: exit codes, and a signal while a run starts. Loads no JAX.
+"""How a process ends at once: exit codes and signals. Loads no JAX.
 
 `README.md` has the table of the exit codes.
 """
@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import NoReturn
 
 EXIT_CODE = 75
 """BSD's EX_TEMPFAIL: nothing is wrong, run the same command again."""
+OWN_ERROR = 78
+"""One of several processes failed by itself: the same command would fail again. Greater than 75,
+as SLURM takes the greatest code of a run's processes for that of the job."""
 
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -58,48 +61,7 @@ def stop_signals() -> list[signal.Signals]:
     return always + [signal.SIGHUP] * (signal.getsignal(signal.SIGHUP) != signal.SIG_IGN)
 
 
-class Starting(contextlib.AbstractContextManager["Starting"]):
-    """A request to stop ends the process at once with `EXIT_CODE`: a run that starts has nothing to
-    save.
-
-    A thread waits for the signal. The main thread runs Python's handlers only between two lines of
-    Python, and a compilation or the wait for other processes may take minutes.
-    """
-
-    def __init__(self) -> None:
-        self.before_exit: Callable[[], None] = lambda: None
-        """Called before the process ends."""
-        self._read, self._write = os.pipe()
-        os.set_blocking(self._write, False)
-
-    def __enter__(self) -> Starting:
-        # Without a handler of Python's own the signal would end the process before the thread acts.
-        self._previous = {
-            number: signal.signal(number, lambda number, frame: None) for number in stop_signals()
-        }
-        signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        threading.Thread(target=self._wait, daemon=True, name="starting").start()
-        return self
-
-    def done(self) -> None:
-        """The run has started: from now on signals do what their handlers do."""
-        if self._write != -1:
-            signal.set_wakeup_fd(-1)
-            os.close(self._write)  # which ends the thread
-            self._write = -1
-
-    def __exit__(self, *_: object) -> None:
-        self.done()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _wait(self) -> None:
-        while number := os.read(self._read, 1):
-            if number[0] in self._previous:
-                self.before_exit()
-                exit_now(
-                    EXIT_CODE,
-                    f"stopped while the run was starting. Exit code {EXIT_CODE}: the same command "
-                    "starts it again.",
-                )
-        os.close(self._read)
+def is_one_of_several() -> bool:
+    """Whether this process has joined others in a run."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()

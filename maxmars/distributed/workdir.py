@@ -35,9 +35,8 @@ VERIFIED = "verified"  # host_000.jsonl of each process, files that it has hashe
 PROFILE = "profile"  # host_000/ of each process, traces of `--profile`; train/tracer.py
 WANDB = "wandb.json"  # the id of the run at Weights & Biases; train/trackers.py
 
-# Written by train/lives.py before the run owns the directory, so they are no part of the journal.
-LIVES = "lives.json"  # how many starts in a row came to nothing
-FAILED = "failed.json"  # the error of one of several processes, which writes it itself
+# Written before the run owns the directory, so it is no part of the journal.
+STARTS = "starts.json"  # starts in a row that came to nothing; distributed/run_process.py
 
 
 def of_process(folder: str, process: int, suffix: str = "") -> str:

@@ -220,7 +220,7 @@ def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
     """
     workload = {"xpk.google.com/workload": job.name}
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
-    users_errors = {"containerName": _CONTAINER, "operator": "In", "values": [1, 2]}
+    users_errors = {"containerName": _CONTAINER, "operator": "In", "values": [1, 2, 78]}
     job_of_slice = {
         "parallelism": options.slice.num_hosts,
         "completions": options.slice.num_hosts,

@@ -38,7 +38,7 @@ CONSTRAINTS = "launch-constraints.txt"
 """File in the archive with the versions of the packages that are installed here."""
 STARTS_AGAIN = """\
 # Whether a run that ended with this code is started again: 75 is saved, to go on; from 128 on, it
-# was ended by a signal. Any other error would come back.
+# was ended by a signal. Any other error would come back, such as 78, of one process among several.
 starts_again() {
   if (($1 == 134)); then
     echo "maxmars: exit code 134: JAX aborted, as a process was missing or no longer answered"
@@ -46,10 +46,7 @@ starts_again() {
   (($1 == 75 || $1 >= 128))
 }
 """
-"""The rule of restarts, in bash: which starts come to nothing, `train.lives` judges."""
-FAILED = "failed.json"
-"""File in the workdir, of a process that failed by an error of its own; see `train.lives`. It
-begins with the job that it is of."""
+"""The rule of restarts, in bash. A run that gets no further ends them itself, see `train`."""
 
 SETUP = "launch-setup.sh"
 """File in the archive, of the user's script that runs on each host before the run."""

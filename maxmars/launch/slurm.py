@@ -21,7 +21,6 @@ from tyro.conf import UseAppendAction, arg
 
 from maxmars.config.checks import NotNegative, Positive, UsageError
 from maxmars.launch.job import (
-    FAILED,
     PROLOG,
     SETUP,
     STARTS_AGAIN,
@@ -224,7 +223,7 @@ def script(options: SlurmOptions, job: Job) -> str:
     if options.setup is not None:
         path = shlex.quote(f"{copy}/{SETUP}")
         setup = f"srun --ntasks={options.nodes} --ntasks-per-node=1 bash {path} || exit"
-    failed = shlex.quote(f"{job.workdir}/{FAILED}")
+    output = shlex.quote(f"{job.workdir}/slurm-") + '"$SLURM_JOB_ID.out"'
     newline = "\n"
     return f"""\
 #!/usr/bin/env bash
@@ -238,18 +237,19 @@ export PYTHONPATH={shlex.quote(str(copy))}${{PYTHONPATH:+:$PYTHONPATH}}
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
 {setup}
 
+# srun's own code is the highest of all processes', and JAX aborts those (134) that lose one which
+# failed by itself. So count what srun says of each, also in starts before.
+own_errors() {{ cat {output} 2>/dev/null | grep -cE 'xited with exit code (1|2|78)$'; }}
+before=$(own_errors)
 code=0
 # The others may still be saving when the first ends.
 {srun} {train} || code=$?
 
 {STARTS_AGAIN}
-# SLURM's code is the highest of all tasks': one that failed by an error of its own has left it in a
-# file, which names its job. A job that was cancelled no longer runs, `maxmars launch slurm stop`
-# takes Requeue from a job, and one that SLURM preempted is queued again by SLURM.
-failed=""
-[[ ! -f {failed} ]] || failed="$(<{failed})"
-if [[ $failed == '{{"job": "'"$SLURM_JOB_ID"'",'* ]]; then
-  echo "maxmars: a process failed, so the job is not queued again: $failed"
+# A job that was cancelled no longer runs, `maxmars launch slurm stop` takes Requeue from a job, and
+# one that SLURM preempted is queued again by SLURM.
+if [[ $(own_errors) != "$before" ]]; then
+  echo "maxmars: a process failed by an error of its own, so the job is not queued again"
 elif starts_again "$code" &&
   ((${{SLURM_RESTART_COUNT:-0}} < {options.max_restarts})) &&
   [[ $(scontrol show job "$SLURM_JOB_ID") == *JobState=RUNNING*Requeue=1* ]]; then

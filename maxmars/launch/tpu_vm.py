@@ -437,7 +437,7 @@ class HostsLostError(Exception):
 class Launcher:
     """Brings a run to its end on one TPU.
 
-    The run itself (`train.lives`) refuses starts that come to nothing, and ends with 1.
+    The run itself refuses starts that come to nothing, by an error of its own.
     """
 
     def __init__(self, options: TpuOptions, job: Job) -> None:
@@ -482,7 +482,7 @@ class Launcher:
             self._follow()
             ended = self._on_all(f"wait {_END_S}", hosts)
             # From the best answer to the worst: all are done; one was stopped, so all were; the
-            # hosts are between two lives of the run; else it failed, or hosts are lost.
+            # hosts are between two starts of the run; else it failed, or hosts are lost.
             states = set(ended.values())
             if states == {"exited 0"}:
                 log(f"done: all steps; results are in {self._job.workdir}")

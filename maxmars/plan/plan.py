@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,9 +46,10 @@ from maxmars.plan.compile import (
     soap_travelling_bytes,
 )
 from maxmars.plan.topology import Topology
-from maxmars.train.auto import less_memory, less_memory_hint, prepare, slow_network_warning
+from maxmars.train.auto import less_memory, less_memory_hint, slow_network_warning
 from maxmars.train.optimizer import summarize_rules, update_rules
-from maxmars.train.step import TrainStep
+from maxmars.train.resolve import Resolved, resolve_config
+from maxmars.train.step import make_train_step
 
 _OF_TPUS = (
     "no step was timed on a TPU: the clock is the compiler's, which charges bfloat16 elementwise "
@@ -271,10 +272,11 @@ def make_plan(
       ValueError: the mesh fits neither the devices nor the model and its batch.
       DoesNotFitError: the compiler refuses a program that the chip has no memory for.
     """
-    messages: list[str] = []
-    prepared = prepared_step(config, topology, memory_bytes, messages.append)
-    config, parameters, mesh = prepared.config, prepared.parameters, prepared.mesh
-    chip, step = topology.chip, compile_train_step(prepared, topology)
+    resolved = resolve_on(config, topology, memory_bytes)
+    config, parameters, messages = resolved.config, resolved.parameters, [*resolved.messages]
+    mesh, types = parameters.mesh, batch_types(config.data, config.model)
+    train_step = make_train_step(config, parameters, types)
+    chip, step = topology.chip, compile_train_step(train_step, topology)
     rows = traffic(step.collectives, mesh, topology)
     if chip is not None and not chip.is_tpu:
         across = sum(
@@ -349,18 +351,12 @@ def traffic(
     return tuple(sorted(rows, key=lambda row: -row.bytes))
 
 
-def prepared_step(
-    config: TrainConfig,
-    topology: Topology,
-    memory_bytes: int | None = None,
-    log: Callable[[str], None] = lambda _: None,
-) -> TrainStep:
-    """The train step that `train` makes on a topology, with what it chooses there; see
-    `make_plan`. `log` gets each choice and its reason, in one line."""
-    parameters = Parameters(config.model, topology.mesh(config))
-    types = batch_types(config.data, config.model)
-    memory_bytes = memory_bytes or topology.memory_bytes
-    return prepare(config, parameters, types, log=log, memory_bytes=memory_bytes)
+def resolve_on(
+    requested: TrainConfig, topology: Topology, memory_bytes: int | None = None
+) -> Resolved:
+    """The config as `train` would run it on a topology; see `make_plan`."""
+    parameters = Parameters(requested.model, topology.mesh(requested))
+    return resolve_config(requested, parameters, memory_bytes=memory_bytes or topology.memory_bytes)
 
 
 def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> tuple[MatrixGroup, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from maxmars.config import TrainConfig, to_dict
 from maxmars.model.parameters import Parameters
 from maxmars.plan.compile import DoesNotFitError
-from maxmars.plan.plan import Plan, make_plan, prepared_step
+from maxmars.plan.plan import Plan, make_plan, resolve_on
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import with_remat
 
@@ -84,7 +84,7 @@ def plan_policies(
     policies = Parameters(config.model, topology.mesh(config)).remat_policies
 
     def chosen(remat: str | None) -> TrainConfig:
-        return prepared_step(with_remat(config, remat), topology, memory_bytes).config
+        return resolve_on(with_remat(config, remat), topology, memory_bytes).config
 
     auto = chosen("auto" if len(policies) > 1 else None)
     for remat in policies:

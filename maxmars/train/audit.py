@@ -20,7 +20,7 @@ import jax
 
 from maxmars.checkpoint import find, list_steps, load, read
 from maxmars.checkpoint.digest import combine, digest
-from maxmars.checkpoint.environment import changes_since, environment
+from maxmars.checkpoint.environment import changes_since
 from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
 from maxmars.checkpoint.reader import DamagedError, check_arrays, require_64_bits
 from maxmars.checkpoint.writer import Retention
@@ -32,7 +32,6 @@ from maxmars.config import (
     differences,
 )
 from maxmars.config.errors import about
-from maxmars.data.batches import TrainBatches, open_data
 from maxmars.data.verification import hashed_by, verify_split
 from maxmars.distributed.files import read_json, resolve
 from maxmars.distributed.recorded_code import recorded_code
@@ -44,7 +43,7 @@ from maxmars.distributed.workdir import (
     SUMMARY,
 )
 from maxmars.model.parameters import Parameters
-from maxmars.train.auto import prepare, with_remat
+from maxmars.train.auto import with_remat
 from maxmars.train.journal import (
     began_in,
     broken_links,
@@ -55,14 +54,11 @@ from maxmars.train.journal import (
     trajectory,
 )
 from maxmars.train.metrics import read_metrics, validation_losses
-from maxmars.train.resume import fixed_schedule, is_same_place, rounding_changes, rounding_of
+from maxmars.train.resolve import Recorded, resolve_config
+from maxmars.train.resume import fixed_schedule, rounding_changes, rounding_of
 from maxmars.train.rewind import rewinds_in_words
-from maxmars.train.step import (
-    abstract_saved_state,
-    continued_state,
-    init_train_state,
-    saved_state,
-)
+from maxmars.train.step import saved_state
+from maxmars.train.training import open_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,40 +397,35 @@ def _digest_after(
 ) -> str:
     """Restore the state of step `first`, make the steps up to `last`, and digest the state."""
     mesh = training_mesh(config)
-    if is_same_place(began["environment"], environment(mesh)):
-        config = dataclasses.replace(config, num_microbatches=config.microbatches)
-    else:  # what was chosen there need not fit here
-        config = dataclasses.replace(config, num_microbatches=None)
-        if "model.remat" in config.asked:
-            config = with_remat(config, "auto")
-    tokens = open_data(config.data, "train", model=config.model)
-    if tokens.digest() != began["data"]:
+    # What the run chose by itself stays where it ran, and need not fit elsewhere.
+    requested = dataclasses.replace(config, num_microbatches=None)
+    if "model.remat" in config.asked:
+        requested = with_remat(requested, "auto")
+    recorded = Recorded(config, began["environment"])
+    resolved = resolve_config(requested, Parameters(config.model, mesh), recorded=recorded)
+    for text in resolved.messages:
+        log(text)
+    training = open_training(resolved)
+    if training.data_digest != began["data"]:
         raise ValueError(f"the data in {config.data} are others than those of the run.")
     if config.data.verify:
         log("comparing the tokens with their checksums")
-        verify_split(tokens.files, "train", hashed_by(directory.parent))
-    parameters = Parameters(config.model, mesh)
-    train_step = prepare(config, parameters, tokens.types, log=log)
-    config = train_step.config
-    position = 0
-    if first:
+        verify_split(training.data.files, "train", hashed_by(directory.parent))
+    state, position = None, 0
+    if first in list_steps(directory):  # as is step 0 of a run from other weights
         nothing: Line = {"skip_examples": 0, "new_optimizer_state": False}
         rewinds = (line for line in chain if line["kind"] == "rewound" and line["step"] == first)
         rewound = next(rewinds, nothing)
-        stored = abstract_saved_state(
-            train_step,
-            read(directory, first),
+        _, state, position = training.restore(
+            lambda stored: load(directory, stored(read(directory, first)), first),
+            skip_examples=rewound["skip_examples"],
             new_optimizer_state=rewound["new_optimizer_state"],
         )
-        loaded = load(directory, stored, first)
-        position = loaded.checkpoint.data_position + rewound["skip_examples"]
-        state = continued_state(train_step, loaded.state)
     else:
-        state = init_train_state(config, parameters)
-    batches = TrainBatches(tokens, config, mesh, position=position)
-    with contextlib.closing(batches):
+        state = training.new_state()
+    with contextlib.closing(training.batches(position)) as batches:
         for _ in range(first, last):
-            state, metrics = train_step(state, next(batches))
+            state, metrics = training.step(state, next(batches))
             # With many steps under way at once, threads of XLA's CPU devices starve each other.
             jax.block_until_ready(metrics)
-    return combine(digest(saved_state(train_step, state)))
+    return combine(digest(saved_state(training.step, state)))

@@ -1,15 +1,11 @@
 """What a run chooses by itself: `model.compute_dtype` and `model.remat`, where they are `auto`, and
-`num_microbatches`, where it is None; and a warning of a mesh that slows the run down.
-
-`prepare` makes the choices and the train step, for `train`, `plan`, `audit`, `compare` and the
-benchmarks alike; the config of that step is the one that a run writes down.
+`num_microbatches`, where it is None; and a warning of a mesh that slows the run down. `resolve.py`
+makes the choices by these rules.
 
 Each choice follows from a rule: nothing is compiled or measured, so that a start compiles the train
 step once, and all processes choose the same. `maxmars plan --remat all` compiles the step under
 every policy of rematerialisation, to see what the rule is worth. The policies give the same loss
 and gradients but for rounding.
-
-A run that continues on the same mesh and kind of device takes what its record says.
 """
 
 from __future__ import annotations
@@ -30,12 +26,10 @@ from jax.sharding import Mesh
 from maxmars.config import GPT2Config, MeshConfig, TrainConfig
 from maxmars.config.mesh import choose_mesh, mesh_shape, possible_microbatches
 from maxmars.config.numbers import short
-from maxmars.data.windows import Types
 from maxmars.distributed import processes, sharding
 from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
-from maxmars.train.optimizer import check_optimizer, follows_rate
-from maxmars.train.step import TrainState, TrainStep, abstract_train_state, make_train_step
+from maxmars.train.step import TrainState, TrainStep
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
@@ -51,53 +45,6 @@ _VECTORS_KEPT_BY_GPUS = 18  # under None: 16.3 in GPT-2 small and 16.7 in XL, on
 _VECTORS_AT_WORK = 30
 
 _LEAST_WIDTH_KEPT = 1600  # XL's; by the clock attention is slower at 768, faster at 1600
-
-
-def prepare(
-    config: TrainConfig,
-    parameters: Parameters,
-    types: Types | None = None,
-    *,
-    log: Callable[[str], None] = lambda _: None,
-    recorded: TrainConfig | None = None,
-    memory_bytes: int | None = None,
-) -> TrainStep:
-    """Choose precision, microbatches and rematerialisation, and make the train step; nothing is
-    left to choose in its config.
-
-    Args:
-      config: what to train.
-      parameters: of its model, on its devices, which may be absent.
-      types: of a batch's arrays; see `make_train_step`.
-      log: gets each choice and its reason, in one line.
-      recorded: the config that the run was made with so far on this mesh; its choices stay.
-      memory_bytes: memory of a device that programs may use; None asks the devices.
-
-    Raises:
-      ValueError: the mesh does not divide the model or the batch, or a device, the model and the
-        optimizer do not go together.
-    """
-    mesh, state = parameters.mesh, abstract_train_state(config, parameters)
-    check_optimizer(config.optimizer, parameters, config.ema_decay)
-    if not follows_rate(config.optimizer, parameters):
-        log(
-            "the optimizer leaves optimizer.learning_rate and the schedule aside, so its own rate "
-            "is not known: there is no metric train/learning_rate"
-        )
-    config = choose_precision(config, mesh, log)
-    if recorded is not None:
-        if config.num_microbatches is None:
-            config = dataclasses.replace(config, num_microbatches=recorded.microbatches)
-        if config.model.remat == "auto":
-            config = with_remat(config, recorded.model.remat)
-    memory_bytes = memory_bytes or memory_bytes_of(mesh)
-    estimate = make_estimate(config, mesh, state)
-    config = choose_memory(config, parameters, estimate, memory_bytes, log)
-    if isinstance(config.model, GPT2Config):
-        attention = choose_attention(config.model, mesh.devices.flat[0].platform)
-        if attention.reason is not None:
-            log(f"attention is {attention.implementation} and slower: {attention.reason}")
-    return make_train_step(config, parameters, types)
 
 
 def choose_precision(

@@ -11,18 +11,14 @@ exit code 75, and a launcher starts the run again.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import threading
 import time
 from collections.abc import Callable, Generator
 from typing import NamedTuple
 
-import jax
-
-from maxmars.distributed.exits import EXIT_CODE, exit_now
+from maxmars.distributed.run_process import end_hanging
 
 _PATIENCE = 10
-_OTHERS_S = 5.0  # the other processes show their stacks before they lose this one
 
 
 class _Interval(NamedTuple):
@@ -49,11 +45,9 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
     def __init__(
         self,
         hang_timeout_s: float | None = None,
-        own_error: Callable[[], str | None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """For `own_error` see `failures.ExitIfPeerIsLost`."""
-        self._timeout_s, self._own_error, self._now = hang_timeout_s, own_error, now
+        self._timeout_s, self._now = hang_timeout_s, now
         self.start = time.time()
         """When the process began, seconds since 1970."""
         self._seconds: dict[str, float] = {}
@@ -139,24 +133,4 @@ class Clock(contextlib.AbstractContextManager["Clock"]):
                 continue
             lasted_s += passed_s
             if seen.name is not None and lasted_s > seen.allowed_s:
-                break
-        else:
-            return
-        several = jax.process_count() > 1
-        suspect = "another process of the run" if several else "a device or a file system"
-        faulthandler.dump_traceback(file=2)
-        time.sleep(_OTHERS_S * several)
-        what = (
-            f"process {jax.process_index()} of {jax.process_count()} hangs: {seen.name} has taken "
-            f"{lasted_s:.0f} s."
-        )
-        own_error = self._own_error()
-        if own_error is not None:
-            exit_now(1, f"{what} Another process of the run failed: {own_error}")
-        exit_now(
-            EXIT_CODE,
-            f"{what} Perhaps {suspect} hangs; the stacks above show what this "
-            f"process waits for. If it was only slow, raise --hang-timeout-s ({timeout_s:g}). "
-            f"Exit code {EXIT_CODE}: the same command, in every process, continues from the last "
-            "complete checkpoint.",
-        )
+                end_hanging(seen.name, lasted_s, timeout_s)

@@ -9,6 +9,9 @@ parameters, or whose optimizer names others to evaluate, the weights are those t
 With `InitFrom.optimizer_state` the optimizer goes on instead, with its moments, its count of
 updates, MARS's last gradient (in exact MARS the parameters of the step before) and the parameters
 that were trained; step, data and schedule start anew all the same.
+
+The run saves this state as that of step 0. From then on it continues from its own checkpoints, like
+any other, and does not look at its source again.
 """
 
 from __future__ import annotations
@@ -24,7 +27,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxmars.checkpoint import Checkpoint, candidates, load_arrays, load_params, read
 from maxmars.checkpoint.digest import combine, digest, leaf_types
-from maxmars.checkpoint.journal import read_journal
 from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
 from maxmars.data.batches import UNKNOWN_TOKENIZER
 from maxmars.data.tokenizer import JsonTokenizer, Tokenized, difference
@@ -33,7 +35,6 @@ from maxmars.distributed.files import Workdir, resolve
 from maxmars.distributed.workdir import TOKENIZER
 from maxmars.eval.trained_model import HFTarget, RunTarget, find_target
 from maxmars.model import hub, huggingface
-from maxmars.train.journal import origin
 from maxmars.train.resume import first_misfit
 from maxmars.train.step import TrainState, TrainStep, init_train_state
 
@@ -62,8 +63,6 @@ class InitFrom:
     local directory with a Hugging Face GPT-2; or `hf:OWNER/NAME[@REVISION]`."""
     optimizer_state: bool = False
     """Also take the state of the optimizer, which must be of the same kind."""
-    commit: str | None = None
-    """`hf:OWNER/NAME@COMMIT`, what `path` means if it is on the hub; `fetch_source` fills it in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,48 +75,27 @@ class Initial:
     `hf:OWNER/NAME@COMMIT`), `optimizer_state`, and `params_digest`."""
 
 
-def fetch_source(workdir: Workdir, source: InitFrom) -> InitFrom:
-    """Fetch weights that are on the hub; every process calls.
-
-    A run that was killed before it saved anything begins again with the commit that it began with,
-    wherever the branch is by now.
-
-    Raises:
-      ValueError: it has no optimizer state; or see `hub.fetch`, as for the errors of other types.
-    """
-    if not hub.is_on_hub(source.path):
-        return source
-    if source.optimizer_state:
-        raise _no_optimizer_state(source.path)
-
-    def recorded() -> str:
-        begun = origin(read_journal(workdir))
-        is_same = begun is not None and begun["path"] == source.path
-        return begun["weights"] if begun is not None and is_same else source.path
-
-    begun = processes.text_from_primary(recorded) or source.path
-    return dataclasses.replace(source, commit=hub.fetch(begun).origin)
-
-
-def load_initial(
-    config: TrainConfig, train_step: TrainStep, source: InitFrom, tokens: Tokenized
-) -> Initial:
-    """Read the weights, compare them with their digests, and make a state around them.
+def load_initial(step: TrainStep, source: InitFrom, tokens: Tokenized) -> Initial:
+    """Read the weights, compare them with their digests, and make a state around them; every
+    process calls.
 
     Args:
-      config: the new run's config.
-      train_step: of this config, on the mesh where the state goes; the source may have been trained
-        on another mesh.
+      step: of the new run, on its mesh; the source may have been trained on another one.
       source: what to read.
       tokens: what the run trains on.
 
     Raises:
       FileNotFoundError: there are no weights at the path.
-      ValueError: they are damaged, or of another model or optimizer than `config` says, or of
-        another tokenizer than the tokens.
+      ValueError: they are damaged, or of another model or optimizer than the config says, or of
+        another tokenizer than the tokens; or see `hub.fetch`, as for the errors of other types.
     """
-    path, abstract = _place(source), train_step.abstract_state
-    target = find_target(source.commit or source.path)
+    config, abstract = step.config, step.abstract_state
+    path, is_on_hub = source.path, hub.is_on_hub(source.path)
+    if not is_on_hub:
+        path = str(resolve(path))
+    elif source.optimizer_state:
+        raise _no_optimizer_state(path)
+    target = find_target(hub.fetch(path).origin if is_on_hub else path)
     _check_tokenizer(path, target, tokens)
     if isinstance(target, RunTarget):
         parts, weights = _read_run(target, config, abstract, optimizer_state=source.optimizer_state)
@@ -136,7 +114,8 @@ def load_initial(
         "optimizer_state": source.optimizer_state,
         "params_digest": combine(digest({"params": parts["params"]})),
     }
-    return Initial(state=init_train_state(config, train_step.parameters, parts), origin=start)
+    state = init_train_state(config, step.parameters, parts)
+    return Initial(state=state, origin=start)
 
 
 def _read_run(
@@ -157,51 +136,6 @@ def _read_run(
             _check_optimizer(saved, config, leaf_types(wanted))
             return load_arrays(saved, wanted), saved.path
     raise AssertionError("unreachable")
-
-
-def check_origin(workdir: Workdir, source: InitFrom | None, *, continues: bool) -> None:
-    """Check that `source` agrees with the start that is recorded in `workdir`.
-
-    A run that continues need not name its source again, and may not name another. A run that was
-    killed before it saved anything starts anew, and must name a source, which may be another one.
-
-    Raises:
-      ValueError: they do not agree; every process of the run raises.
-    """
-    problem = None
-    if processes.is_primary() and continues == (source is not None):
-        begun = origin(read_journal(workdir))
-        if source is not None:
-            problem = _other_origin(workdir, source, begun)
-        elif begun is not None:
-            problem = (
-                f"the run in {workdir} was to start from {begun['path']} and has saved nothing "
-                "yet: give the same --init-from again, or choose another --workdir."
-            )
-    if not processes.all_processes(problem is None):
-        raise ValueError(problem or "process 0 refuses --init-from; it says why.")
-
-
-def _other_origin(workdir: Workdir, source: InitFrom, begun: dict[str, Any] | None) -> str | None:
-    """Why a run may not continue with this source: it started from another one."""
-    if begun is None:
-        start = f"random weights, not from {source.path}"
-    elif _place(source) not in (begun["path"], begun["weights"]):
-        start = f"{begun['path']}, not from {source.path}"
-    elif begun["optimizer_state"] != source.optimizer_state:
-        preposition = "with" if begun["optimizer_state"] else "without"
-        start = f"{begun['path']} {preposition} its optimizer state"
-    else:
-        return None
-    return (
-        f"the run in {workdir} started from {start}. Leave --init-from and --init-optimizer-state "
-        "out to continue it, or choose another --workdir."
-    )
-
-
-def _place(source: InitFrom) -> str:
-    """The absolute path of a source, or its name on the hub."""
-    return source.path if hub.is_on_hub(source.path) else str(resolve(source.path))
 
 
 def _no_optimizer_state(path: Any) -> ValueError:

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 from maxmars.config import TrainConfig
 from maxmars.distributed import processes
-from maxmars.distributed.exits import Starting
-from maxmars.distributed.failures import ExitIfPeerIsLost, StopRequestedError, StopRequests
 from maxmars.distributed.files import Workdir, resolve
+from maxmars.distributed.run_process import RunProcess, StopRequestedError
 from maxmars.train.auto import noting_less_memory
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom
-from maxmars.train.lives import Life
 from maxmars.train.metrics import validation_losses
 from maxmars.train.reporter import StepReporter
 from maxmars.train.run import Evaluation, Run, open_run
@@ -49,9 +47,7 @@ def train(
     init_from: InitFrom | None = None,
     resume_overrides: Sequence[str] = (),
     profile: tuple[int, int] | None = None,
-    life: Life | None = None,
-    starting: Starting | None = None,
-    command: str | None = None,
+    process: RunProcess | None = None,
     quiet: bool = False,
 ) -> TrainResult:
     """Train as `config` says, or continue the run in `workdir`.
@@ -63,14 +59,13 @@ def train(
       config: what to train.
       workdir: directory of the run, on a disk or `gs://`.
       init_from: weights that a new run starts from, which the journal records; None draws them
-        at random. A run that continues takes None, or what it started from.
+        at random. A run that continues leaves it aside.
       resume_overrides: dotted names of fields that change on purpose when the run continues (see
         `resume`); the journal records the changes.
       profile: first and last step to trace, into `<workdir>/profile/host_000` of each process;
         None traces none.
-      life: is told where the process ends at once: it hangs, lost another one, or has to leave.
-      starting: is told when the run has started, and can be stopped after a step.
-      command: the command line, which the journal records.
+      process: this process, which has joined the others; None is one that can be stopped, and loses
+        others, for the time of this call.
       quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
 
     Raises:
@@ -84,22 +79,22 @@ def train(
     workdir = resolve(workdir)
     tracer = StepTracer(profile, workdir)
     tracer.check(0, config.num_steps)  # before anything is written
-    life = life or Life(workdir)
-    clock = Clock(config.hang_timeout_s, life.own_error)
     with contextlib.ExitStack() as stack:
-        peers = stack.enter_context(ExitIfPeerIsLost(life.lost))
-        stack.enter_context(clock)
+        if process is None:
+            process = stack.enter_context(RunProcess())
+        clock = stack.enter_context(Clock(config.hang_timeout_s))
         run = open_run(
             config,
             workdir,
             init_from=init_from,
             resume_overrides=resume_overrides,
             clock=clock,
-            command=command,
+            command=process.command,
             stack=stack,
             quiet=quiet,
         )
-        stack.push(peers)  # before the files are closed, which may wait for peers
+        # Before the files are closed, which may wait for the lost process.
+        stack.enter_context(process.ending_if_peer_is_lost())
         num_steps, first_step = run.config.num_steps, run.step
         missing = _missing_evaluations(run)  # a stop or a kill may have come before them
         if run.step >= num_steps and not missing:
@@ -109,12 +104,17 @@ def train(
             )
             return _result(run, done=True)
         tracer.check(run.step, num_steps)
-        stops = _begin(run, stack, life, starting)
+        run.journal.begin(run.writer.kept)
+        run.writer.kept.clear()
+        process.started()
+        run.verification.start(on_damage=process.request_stop)
+        if init_from is not None and run.checkpointer.latest_step() is None:
+            _save(run)  # from here on the run continues like any other, without its source
         stack.callback(tracer.close)
         reporter = StepReporter(run)
         steps = range(run.step + 1, num_steps + 1)
         compiling = run.progress.waiting("compiling and making the first step")
-        if steps and not _evaluate(run, missing, stops):
+        if steps and not _evaluate(run, missing, process):
             steps = range(0)  # it was to stop meanwhile
 
         for step in steps:
@@ -130,7 +130,7 @@ def train(
                 run.state, metrics = run.train_step(run.state, batch)
                 run.step = step
                 reporter.add(step, metrics)
-                stop = step == num_steps or stops.due()
+                stop = step == num_steps or process.stop_due()
                 due = [] if stop else _evaluations_at(run, step)
                 save_due = not stop and run.checkpointer.is_due(step)
                 if stop or due or save_due:
@@ -147,7 +147,7 @@ def train(
                 break
             if save_due and not reporter.is_skipping:
                 _save(run)
-            if not _evaluate(run, due, stops):  # stopped within it
+            if not _evaluate(run, due, process):  # stopped within it
                 break
 
         # The last save comes before the last evaluations: a kill there loses no step. Nothing is
@@ -157,25 +157,12 @@ def train(
             _save(run, wait=True)
         done = run.step >= num_steps
         if done:
-            done = _evaluate(run, _missing_evaluations(run), stops)
+            done = _evaluate(run, _missing_evaluations(run), process)
         run.writer.sync()  # the summary reads the metrics
         told = run.journal.ended(run.step, done=done)
         run.progress.close()
         run.progress.message(write_summary(run, done=done, journal=told))
         return _result(run, done=done)
-
-
-def _begin(
-    run: Run, stack: contextlib.ExitStack, life: Life, starting: Starting | None
-) -> StopRequests:
-    """Record that a session begins; from here on the run can be asked to stop."""
-    run.journal.begin(run.writer.kept)
-    run.writer.kept.clear()
-    stops = stack.enter_context(StopRequests(before_leaving=life.leave))
-    if starting is not None:
-        starting.done()
-    run.verification.start(on_damage=stops.request)
-    return stops
 
 
 def _evaluations_at(run: Run, step: int) -> list[Evaluation]:
@@ -194,7 +181,7 @@ def _missing_evaluations(run: Run) -> list[Evaluation]:
     ]
 
 
-def _evaluate(run: Run, evaluations: Sequence[Evaluation], stops: StopRequests) -> bool:
+def _evaluate(run: Run, evaluations: Sequence[Evaluation], process: RunProcess) -> bool:
     """Evaluate the step where the run stands, and record the metrics; False if it was to stop
     meanwhile.
 
@@ -212,7 +199,7 @@ def _evaluate(run: Run, evaluations: Sequence[Evaluation], stops: StopRequests) 
 
         def before_batch(batch: str = f"a batch of the evaluation {evaluation.name}") -> None:
             run.clock.lap(batch)
-            stops.check()
+            process.check_stop()
 
         shown = run.progress.waiting(f"step {run.step}: {evaluation.name}")
         with run.clock("evaluation", evaluation.name), shown:
@@ -234,7 +221,7 @@ def _save(run: Run, *, wait: bool = False) -> None:
             run.step,
             saved_state(run.train_step, run.state),
             data_position=run.batches.position,
-            tokens=run.tokens(run.step),
+            tokens=run.writer.tokens(run.step),
             journal=run.journal.saved,
             wait=wait,
         )

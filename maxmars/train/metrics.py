@@ -39,17 +39,18 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         workdir: Workdir,
         resume_step: int = 0,
         *,
-        tokens: Callable[[int], int] | None = None,
+        tokens: Callable[[int], int],
         may_write: Callable[[], None] = lambda: None,
         trackers: Trackers | None = None,
     ) -> None:
         """Open the file of a run that continues after `resume_step` steps.
 
         Lines of later steps, which the run is about to write again, are dropped; at step 0 all are.
-        `tokens` says how many the run has trained on after a step, which each line then has. For
+        `tokens` says how many the run has trained on after a step, which each line has. For
         `may_write` see `files.LineFile`. The `trackers` get each line too, and are closed.
         """
-        self._tokens = tokens
+        self.tokens = tokens
+        """From a step to the tokens that the run has trained on after it."""
         self._lines: LineFile | None = None
         self._trackers = trackers or Trackers({}, lambda text: None)
         self.kept: list[dict[str, Any]] = []
@@ -71,8 +72,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Append a line; values are numbers or arrays of one element."""
-        if self._tokens is not None:
-            metrics = {"tokens": self._tokens(step), **metrics}
+        metrics = {"tokens": self.tokens(step), **metrics}
         if self._lines is not None:
             line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
             self._lines.write(json.dumps(line, allow_nan=False))

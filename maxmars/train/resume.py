@@ -33,7 +33,6 @@ from maxmars.distributed.workdir import SOURCES
 from maxmars.model.attention import choose_attention
 from maxmars.model.gpt2 import blocks_at_once
 from maxmars.model.parameters import Parameters
-from maxmars.train.auto import with_compute_dtype
 from maxmars.train.step import abstract_train_state, carried_over
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
@@ -96,14 +95,13 @@ def continued_config(
                 f"{f' (did you mean {close[0]}?)' if close else ''}; name fields or their groups, "
                 "such as optimizer.learning_rate,schedule."
             )
-    if config.model.compute_dtype == "auto" and stored.model.compute_dtype is not None:
-        # A run keeps the type that it began with.
-        config = with_compute_dtype(config, stored.model.compute_dtype)
-    # The data are compared by their digest (`check_data`), so their paths do not count.
+    # The data are compared by their digest (`check_data`), so their paths do not count; and `auto`
+    # keeps the type that the run began with.
     rows = [
         row
         for row in differences(stored, config)
         if not _MAY_CHANGE.match(row[0]) and not _PATH_OF_DATA.fullmatch(row[0])
+        if row[0] != "model.compute_dtype" or row[2] != "auto"
     ]
     if rows:
         misfit = None
@@ -119,14 +117,9 @@ def continued_config(
             f"over {end} steps (change it with --schedule.decay-steps)."
         )
         schedule = dataclasses.replace(config.schedule, decay_steps=end)
-        config = dataclasses.replace(config, schedule=schedule)
+        asked = {"schedule.decay_steps": None}
+        config = dataclasses.replace(config, schedule=schedule, asked=asked)
     return config
-
-
-def is_same_place(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether two results of `environment` have one mesh on the same kind of devices, so that a run
-    keeps what it chose there."""
-    return all(before.get(name) == now[name] for name in ("mesh", "device_kinds"))
 
 
 def fixed_schedule(config: TrainConfig) -> ScheduleConfig:

@@ -1,18 +1,18 @@
-"""Opening a run in four phases: check, lock, restore, open.
+"""Opening a run: check, lock, restore, open the files that grow.
 
-`check` finds everything that can be wrong with config, data and workdir before anything is written.
-`lock` takes the workdir and describes the run there. `restore` reads or makes the state that it
-begins with. `open_files` opens the files that grow while the run trains. Each sets its fields of
-`Run`.
+`open_run` shows the order. `_check` finds everything that can be wrong with config, data and
+workdir before anything is written. `_lock` takes the workdir and describes the run there.
+`_restore` reads or makes the state that it begins with.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.checkpoint.journal import Line, read_journal
-from maxmars.config import ModuleConfig, TrainConfig, differences, to_dict
+from maxmars.config import ModuleConfig, TrainConfig, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.train import with_own_defaults
 from maxmars.config.user_code import sources_in
@@ -56,40 +56,17 @@ from maxmars.eval.validation import make_eval_step, sees_later_tokens, validatio
 from maxmars.model.parameters import Parameters
 from maxmars.train import compile_cache
 from maxmars.train.agreement import check_agreement
-from maxmars.train.auto import (
-    check_memory,
-    gathered_bytes,
-    prepare,
-    slow_network_warning,
-)
+from maxmars.train.auto import check_memory, gathered_bytes, slow_network_warning
 from maxmars.train.clock import Clock
-from maxmars.train.init_from import (
-    InitFrom,
-    Initial,
-    check_origin,
-    fetch_source,
-    load_initial,
-)
+from maxmars.train.init_from import InitFrom, Initial, load_initial
 from maxmars.train.journal import Journal, rewound_to
 from maxmars.train.metrics import MetricsWriter, validation_losses
 from maxmars.train.optimizer import describe_parameters, note_on_package, summarize_rules
-from maxmars.train.resume import (
-    check_data,
-    continued_config,
-    is_same_place,
-    rounding_change,
-    saved_run,
-)
-from maxmars.train.step import (
-    TrainState,
-    TrainStep,
-    abstract_saved_state,
-    abstract_train_state,
-    continued_state,
-    init_train_state,
-    saved_state,
-)
+from maxmars.train.resolve import Recorded, resolve_config
+from maxmars.train.resume import check_data, continued_config, rounding_change, saved_run
+from maxmars.train.step import TrainState, TrainStep, abstract_train_state, saved_state
 from maxmars.train.trackers import check_trackers, open_trackers
+from maxmars.train.training import Training, open_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,42 +84,50 @@ class Evaluation:
 
 @dataclass(kw_only=True)
 class Run:
-    """A run, and where it stands: `check` makes it, and the phases after that fill it."""
+    """A run that is open, and where it stands."""
 
-    config: TrainConfig
-    """With everything chosen that was `auto`."""
     workdir: Workdir
     clock: Clock
     progress: Progress
+    training: Training
+    evaluations: Sequence[Evaluation]
+    state: TrainState
+    step: int
+    batches: TrainBatches
+    checkpointer: Checkpointer
+    verification: Verification
+    journal: Journal
+    writer: MetricsWriter
+
+    @property
+    def config(self) -> TrainConfig:
+        """The resolved config."""
+        return self.training.config
+
+    @property
+    def train_step(self) -> TrainStep:
+        return self.training.step
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Checked:
+    """A run in which nothing was found wrong, before anything is written."""
+
+    training: Training
     environment: Mapping[str, Any]
-    train_step: TrainStep
-    data: SplitTokens
-    data_digest: str
     evaluations: Sequence[Evaluation]
     saved: Checkpoint | None
-    """What it continues from; None for a new run."""
+    """What the run continues from; None for a new one."""
     initial: Initial | None
     """The weights that a new run starts from; None draws them at random."""
     rewound: Line | None
-    """The line of the rewind that it goes on from; None without one."""
+    """The line of the rewind that the run goes on from; None without one."""
     messages: Sequence[str]
     """Lines about choices, to print once the log of this host is open."""
 
-    checkpointer: Checkpointer = field(init=False)
-
-    state: TrainState = field(init=False)
-    step: int = field(init=False)
-    batches: TrainBatches = field(init=False)
-
-    verification: Verification = field(init=False)
-    journal: Journal = field(init=False)
-    writer: MetricsWriter = field(init=False)
-    tokens: Callable[[int], int] = field(init=False)
-    """From a step to the tokens that the run has trained on after it."""
-
 
 def open_run(
-    config: TrainConfig,
+    requested: TrainConfig,
     workdir: Workdir,
     *,
     init_from: InitFrom | None,
@@ -158,116 +143,138 @@ def open_run(
     """
     progress = stack.enter_context(Progress(quiet=quiet))
     with progress.waiting("opening the run"):
-        run = check(
-            config,
-            workdir,
-            init_from,
-            resume_overrides,
-            clock,
-            progress,
-        )
-        lock(run, stack)
-        restore(run, stack)
-    open_files(run, command, stack)
-    return run
+        checked = _check(requested, workdir, init_from, resume_overrides, clock, progress)
+        checkpointer = _lock(checked, workdir, progress, stack)
+        with clock("start", "reading the checkpoint"):
+            saved, state, position = _restore(checked, checkpointer, progress.message)
+    training, may_write = checked.training, checkpointer.check_owner
+    config = training.config
+    step, tokens_before, journal_hash = 0, 0, None
+    if saved is not None:  # a step before may have had more or fewer tokens
+        step, tokens_before, journal_hash = saved.step, saved.tokens, saved.journal or ""
+        state_digest = saved.digest
+    else:
+        with clock("start", "making the digest of the state"):
+            state_digest = combine(digest(saved_state(training.step, state)))
+    batches = training.batches(position)
+    stack.callback(batches.close)
+    verification = Verification(
+        own_share(training.data.files) if config.data.verify else (),
+        workdir / of_process(VERIFIED, jax.process_index(), ".jsonl"),
+        may_write=may_write,
+    )
+    stack.enter_context(verification)
+    writer = MetricsWriter(
+        workdir,
+        step,
+        tokens=lambda later: tokens_before + (later - step) * config.tokens_per_step,
+        may_write=may_write,
+        trackers=open_trackers(config, workdir, step, log=progress.message),
+    )
+    stack.enter_context(writer)
+    began = {
+        "step": step,
+        "digest": state_digest,
+        "position": position,
+        "command": command,
+        "config": to_dict(config),
+        "data": training.data_digest,
+        "environment": checked.environment,
+    }
+    if saved is None:  # a run that goes on has the origin of its first session
+        began["init_from"] = None if checked.initial is None else checked.initial.origin
+    journal = Journal(
+        workdir,
+        clock,
+        began,
+        checkpoint=journal_hash,
+        mark=lambda: writer.mark,
+        may_write=may_write,
+    )
+    stack.enter_context(journal)
+    losses = processes.from_primary(list(validation_losses(writer.kept).items()))
+    checkpointer.evaluated(dict(losses))
+    return Run(
+        workdir=workdir,
+        clock=clock,
+        progress=progress,
+        training=training,
+        evaluations=checked.evaluations,
+        state=state,
+        step=step,
+        batches=batches,
+        checkpointer=checkpointer,
+        verification=verification,
+        journal=journal,
+        writer=writer,
+    )
 
 
-def check(
-    config: TrainConfig,
+def _check(
+    requested: TrainConfig,
     workdir: Workdir,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
     clock: Clock,
     progress: Progress,
-) -> Run:
+) -> _Checked:
     """Find everything that can be wrong before anything is written, and choose what was not set."""
-    config = with_own_defaults(config)
-    check_agreement(config, init_from, resume_overrides)
-    given = config
+    requested = dataclasses.replace(with_own_defaults(requested), asked={})  # a record's may have
+    check_agreement(requested, init_from, resume_overrides)
     if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
-    mesh = sharding.training_mesh(config)
-    parameters = Parameters(config.model, mesh)
-    state, here = abstract_train_state(config, parameters), environment(mesh)
-    check_trackers(config.log, workdir)
+    mesh = sharding.training_mesh(requested)
+    parameters, here = Parameters(requested.model, mesh), environment(mesh)
+    check_memory(requested, mesh, abstract_train_state(requested, parameters))
+    check_trackers(requested.log, workdir)
     saved, rewound = saved_run(workdir / CHECKPOINTS, resume_overrides), None
     if saved is not None:
         rewound = _rewound(workdir, saved.step)
-        config = continued_config(
+        requested = continued_config(
             saved,
-            config,
+            requested,
             parameters=parameters,
             overrides=resume_overrides,
             new_optimizer_state=rewound is not None and rewound["new_optimizer_state"],
             log=progress.message,
         )
-    messages: list[str] = []
-    warmup = config.schedule.warmup_steps
-    if warmup > config.num_steps:
+    with clock("start", "opening the data"):
+        recorded = None if saved is None else Recorded(saved.config, saved.environment)
+        resolved = resolve_config(requested, parameters, recorded=recorded)
+        training = open_training(resolved)
+        config, data = training.config, training.data
+        next(training.batches(prefetch=False))  # enough tokens, and readable?
+    messages = []
+    if (warmup := config.schedule.warmup_steps) > config.num_steps:
         messages.append(
             f"warning: schedule.warmup_steps={warmup} exceeds num_steps={config.num_steps}: the "
             f"learning rate comes to {config.num_steps / warmup:.0%} of its peak; lower "
             "--schedule.warmup-steps, or continue later with more --num-steps"
         )
-    recorded = None
-    if saved is not None and is_same_place(saved.environment, here):
-        recorded = saved.config
-        if recorded.global_batch_size != config.global_batch_size:
-            recorded = None
-    check_memory(config, mesh, state)
-    check_origin(workdir, init_from, continues=saved is not None)
-    tokens = open_data(config.data, "train", model=config.model)
-    data_digest = processes.text_from_primary(tokens.digest) or ""
     if saved is not None:
-        check_data(saved, data_digest)
+        check_data(saved, training.data_digest)
         changes = changes_since(saved.environment, here)
         if changes:
             messages.append(f"changed since step {saved.step}: {', '.join(changes)}")
-    elif hint := vocabulary_hint(tokens, config.model):
+        if init_from is not None:
+            messages.append(f"the run continues, so --init-from {init_from.path} is left aside")
+    elif hint := vocabulary_hint(data, config.model):
         messages.append(hint)
     if not config.data.verify:
         messages.append("data.verify is off: files are not compared with their checksums")
-    # Enough tokens, and readable? They are the same in any number of microbatches.
-    once = dataclasses.replace(config, num_microbatches=1)
-    next(TrainBatches(tokens, once, mesh, prefetch_steps=0))
-    compile_cache.keep_beside(workdir, mesh.devices.flat[0].platform)
-    with clock("start", "choosing precision, microbatches and rematerialisation"):
-        train_step = prepare(
-            config,
-            parameters,
-            tokens.types,
-            log=messages.append,
-            recorded=recorded,
-        )
-    config, device = train_step.config, mesh.devices.flat[0]
-    if device.platform == "gpu":
-        warning = slow_network_warning(
-            config,
-            mesh,
-            sharding.fast_networks(list(mesh.devices.flat)),
-            topology=f"{chip_name(device.device_kind) or 'NAME'}:{mesh.size}",
-            sent=f"about {gathered_bytes(config, parameters) / 1e9:.1f} GB a GPU and step",
-        )
-        messages += [] if warning is None else [warning]
-    asked = {name: old for name, old, _ in differences(given, config)}
-    config = dataclasses.replace(config, asked=asked)
+    messages += resolved.messages
+    messages += _slow_network(config, parameters)
     if saved is not None and (change := rounding_change(saved, config, here)):
         messages.append(change)
-    evaluations = list(make_evaluations(config, mesh, tokens, progress.message))
+    compile_cache.keep_beside(workdir, mesh.devices.flat[0].platform)
+    evaluations = list(make_evaluations(config, mesh, data, progress.message))
     initial = None
     if saved is None and init_from is not None:
-        init_from = fetch_source(workdir, init_from)
         with clock("start", "reading the weights to start from"):
-            initial = load_initial(config, train_step, init_from, tokens.origin)
-    return Run(
-        config=config,
-        workdir=workdir,
-        clock=clock,
-        progress=progress,
+            initial = load_initial(training.step, init_from, data.origin)
+    return _Checked(
+        training=training,
         environment=here,
-        train_step=train_step,
-        data=tokens,
-        data_digest=data_digest,
         evaluations=evaluations,
         saved=saved,
         initial=initial,
@@ -282,33 +289,50 @@ def _rewound(workdir: Workdir, step: int) -> Line | None:
     return json.loads(text or "null")
 
 
-def lock(run: Run, stack: contextlib.ExitStack) -> None:
+def _slow_network(config: TrainConfig, parameters: Parameters) -> list[str]:
+    """The warning of a mesh on GPUs that slows the run down, if there is one."""
+    mesh = parameters.mesh
+    device = mesh.devices.flat[0]
+    if device.platform != "gpu":
+        return []
+    warning = slow_network_warning(
+        config,
+        mesh,
+        sharding.fast_networks(list(mesh.devices.flat)),
+        topology=f"{chip_name(device.device_kind) or 'NAME'}:{mesh.size}",
+        sent=f"about {gathered_bytes(config, parameters) / 1e9:.1f} GB a GPU and step",
+    )
+    return [] if warning is None else [warning]
+
+
+def _lock(
+    checked: _Checked, workdir: Workdir, progress: Progress, stack: contextlib.ExitStack
+) -> Checkpointer:
     """Take the workdir, so that no other run writes there, and describe this run in it."""
-    config, workdir, mesh = run.config, run.workdir, run.train_step.mesh
-    data = run.data.describe() | {"digest": run.data_digest}
-    parameters = run.train_step.parameters
+    training, log = checked.training, progress.message
+    config, mesh, parameters = training.config, training.mesh, training.step.parameters
+    data = training.data.describe() | {"digest": training.data_digest}
     table = describe_parameters(config.optimizer, parameters)
     rules = summarize_rules(config.optimizer, parameters)
-    run.checkpointer = Checkpointer(
-        workdir / CHECKPOINTS, config, mesh=mesh, data_digest=run.data_digest
+    checkpointer = Checkpointer(
+        workdir / CHECKPOINTS, config, mesh=mesh, data_digest=training.data_digest
     )
-    stack.enter_context(run.checkpointer)
-    if run.saved is None and run.checkpointer.latest_step() is not None:
+    stack.enter_context(checkpointer)
+    if checked.saved is None and checkpointer.latest_step() is not None:
         raise ValueError(
             f"another start has saved in {workdir} meanwhile; the same command now continues it."
         )
     if processes.is_primary():
-        copy_tokenizer(run.data.origin, workdir / TOKENIZER)
+        copy_tokenizer(training.data.origin, workdir / TOKENIZER)
         write_json(workdir / CONFIG, to_dict(config))
-        write_json(workdir / ENVIRONMENT, run.environment)
+        write_json(workdir / ENVIRONMENT, checked.environment)
         write_json(workdir / DATA, data)
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         for folder, part in KEPT_SOURCES.items():
             for source in sources_in(getattr(config, part)):
                 write_bytes(workdir / folder / Path(source.file).name, source.text())
-    host_log = HostLog(workdir, jax.process_index(), may_write=run.checkpointer.check_owner)
-    log = run.progress.message
-    run.progress.copy_to(stack.enter_context(host_log).write)
+    host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)
+    progress.copy_to(stack.enter_context(host_log).write)
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
     log(
         f"{config.name}: {parameters.count / 1e6:.2f}M parameters on "
@@ -317,98 +341,48 @@ def lock(run: Run, stack: contextlib.ExitStack) -> None:
     )
     log(f"{rules}; parameters.txt says which")
     note = note_on_package(config.optimizer)
-    if note is not None and run.saved is None:
+    if note is not None and checked.saved is None:
         log(note)
-    if run.train_step.evaluated is not None:
-        log(f"evaluated and exported: {run.train_step.evaluated}")
-    for text in run.messages:
+    if training.step.evaluated is not None:
+        log(f"evaluated and exported: {training.step.evaluated}")
+    for text in checked.messages:
         log(text)
+    return checkpointer
 
 
-def restore(run: Run, stack: contextlib.ExitStack) -> None:
-    """Read the state from the newest sound checkpoint or make a new one, and go to its examples.
+def _restore(
+    checked: _Checked, checkpointer: Checkpointer, log: Callable[[str], None]
+) -> tuple[Checkpoint | None, TrainState, int]:
+    """The newest sound checkpoint, if there is one, the state to go on from, and its example.
 
     Raises:
       ValueError: no checkpoint is sound.
     """
-    train_step, log = run.train_step, run.progress.message
-    run.step, position = 0, 0
-    with run.clock("start", "reading the checkpoint"):
-        if run.saved is not None:
-            rewound = run.rewound
-            is_new = rewound is not None and rewound["new_optimizer_state"]
-            restored = run.checkpointer.restore(
-                lambda saved: abstract_saved_state(train_step, saved, new_optimizer_state=is_new),
-                None if rewound is None else rewound["step"],  # no older one, if it is damaged
-                whole=not is_new,
-            )
-            run.saved = saved = restored.checkpoint
-            run.step, position = saved.step, saved.data_position
-            log(f"continuing from step {run.step}")
-            if rewound is not None and rewound["skip_examples"]:
-                position += rewound["skip_examples"]
-                log(f"examples {saved.data_position:,} to {position:,} are left out")
-            if is_new:
-                log("the optimizer's state is made anew")
-            run.state = continued_state(train_step, restored.state)
-        elif run.initial is not None:
-            start = run.initial.origin
-            taken = "weights and optimizer state" if start["optimizer_state"] else "weights"
-            log(f"starting from the {taken} of {start['weights']}")
-            run.state = run.initial.state
-        else:
-            run.state = init_train_state(run.config, train_step.parameters)
-    run.batches = TrainBatches(run.data, run.config, train_step.mesh, position=position)
-    stack.callback(run.batches.close)
-
-
-def open_files(run: Run, command: str | None, stack: contextlib.ExitStack) -> None:
-    """Open the files that grow while the run trains."""
-    config, workdir, saved = run.config, run.workdir, run.saved
-    owner, first_step = run.checkpointer.check_owner, run.step
-    verification = Verification(
-        own_share(run.data.files) if config.data.verify else (),
-        workdir / of_process(VERIFIED, jax.process_index(), ".jsonl"),
-        may_write=owner,
+    training, rewound = checked.training, checked.rewound
+    if checked.saved is None and checked.initial is not None:
+        start = checked.initial.origin
+        taken = "weights and optimizer state" if start["optimizer_state"] else "weights"
+        log(f"starting from the {taken} of {start['weights']}")
+        return None, checked.initial.state, 0
+    if checked.saved is None:
+        return None, training.new_state(), 0
+    is_new = rewound is not None and rewound["new_optimizer_state"]
+    restored = training.restore(
+        functools.partial(
+            checkpointer.restore,
+            step=None if rewound is None else rewound["step"],  # no older one, if it is damaged
+            whole=not is_new,
+        ),
+        skip_examples=0 if rewound is None else rewound["skip_examples"],
+        new_optimizer_state=is_new,
     )
-    run.verification = stack.enter_context(verification)
-    if saved is None:
-        trained, told = 0, None
-        with run.clock("start", "making the digest of the state"):
-            state_digest = combine(digest(saved_state(run.train_step, run.state)))
-    else:  # a step before may have had more or fewer tokens
-        trained, told, state_digest = saved.tokens, saved.journal or "", saved.digest
-    run.tokens = lambda step: trained + (step - first_step) * config.tokens_per_step
-    began = {
-        "step": first_step,
-        "digest": state_digest,
-        "position": run.batches.position,
-        "command": command,
-        "config": to_dict(config),
-        "data": run.data_digest,
-        "environment": run.environment,
-    }
-    if saved is None:  # a run that goes on has the origin of its first session
-        began["init_from"] = None if run.initial is None else run.initial.origin
-    run.writer = MetricsWriter(
-        workdir,
-        first_step,
-        tokens=run.tokens,
-        may_write=owner,
-        trackers=open_trackers(config, workdir, first_step, log=run.progress.message),
-    )
-    stack.enter_context(run.writer)
-    run.journal = Journal(
-        workdir,
-        run.clock,
-        began,
-        checkpoint=told,
-        mark=lambda: run.writer.mark,
-        may_write=owner,
-    )
-    stack.enter_context(run.journal)
-    losses = processes.from_primary(list(validation_losses(run.writer.kept).items()))
-    run.checkpointer.evaluated(dict(losses))
+    saved, position = restored.checkpoint, restored.position
+    log(f"continuing from step {saved.step}")
+    if position > saved.data_position:
+        log(f"examples {saved.data_position:,} to {position:,} are left out")
+    if is_new:
+        log("the optimizer's state is made anew")
+    return saved, restored.state, position
 
 
 def make_evaluations(

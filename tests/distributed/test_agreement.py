@@ -14,6 +14,7 @@ from running import finish, free_port, start_python
 from token_directories import write_shards
 
 import maxmars
+from maxmars.distributed.exits import OWN_ERROR
 
 pytestmark = pytest.mark.multiprocess
 
@@ -120,7 +121,7 @@ def test_processes_that_differ_are_told_before_the_first_step(kind, tmp_path):
     processes = start_both(tmp_path, ({}, [str(config)]), (variables, words))
     for code, output in map(finish, processes):
         (line,) = [line for line in output.splitlines() if "process 1" in line]
-        assert code == 1, output
+        assert code == OWN_ERROR, output
         assert [difference for difference in expected if difference not in line] == []
         assert "Traceback" not in output
     assert not (tmp_path / "workdir").exists()
@@ -155,5 +156,5 @@ def test_a_damaged_copy_of_one_process_stops_both(tmp_path):
     words = [str(config), "--data.path", str(tmp_path / "copy")]
     for process in start_both(tmp_path, ({}, [str(config)]), ({}, words)):
         code, output = finish(process)
-        assert code == 1, output
+        assert code == OWN_ERROR, output
         assert "checksum" in output

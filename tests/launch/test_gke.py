@@ -82,10 +82,10 @@ def test_a_tpu_slice(capsys):
     }
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     assert "[tpu,gcs]" in container["command"][2]
-    # 1 and 2 fail the JobSet; 75, and nodes that go, restart it.
+    # 1, 2 and 78 fail the JobSet; 75, and nodes that go, restart it.
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
-    assert rule["onExitCodes"]["values"] == [1, 2]
+    assert rule["onExitCodes"]["values"] == [1, 2, 78]
     (rule,) = jobset["spec"]["failurePolicy"]["rules"]
     assert rule["action"] == "FailJobSet"
     assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]

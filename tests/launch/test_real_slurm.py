@@ -104,9 +104,8 @@ def test_the_same_command_given_twice_leaves_a_run_its_restarts(slurm, launched)
     launched.wait_for(lambda: launched.steps() > 0)
     other = launched.launch("--nodes", "2")
     launched.wait_for(lambda: launched.state(other) == "FAILED")
-    assert slurm.job(other)["ExitCode"] == "1:0"
+    assert slurm.job(other)["ExitCode"] == "78:0"
     assert launched.state(healthy) == "RUNNING"
-    assert not (launched.workdir / "failed.json").exists()
 
     urgent = ["--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null"]
     slurm.ask("sbatch", *urgent, "--wrap", "true")
@@ -121,7 +120,8 @@ def test_gpus_that_jax_does_not_use_end_the_job(slurm, launched):
     prolog.write_text("unset JAX_PLATFORMS\n")
     job = launched.launch("--nodes", "2", "--gpus-per-node", "1", "--prolog", str(prolog))
     launched.wait_for(lambda: launched.state(job) == "FAILED")
-    assert slurm.job(job)["ExitCode"] == "1:0"
+    # JAX may abort the one (134) that loses the other before it has seen its own error.
+    assert slurm.job(job)["ExitCode"] in ("78:0", "0:6", "134:0")
     assert slurm.job(job)["Restarts"] == "0"
     assert "SLURM_GPUS_ON_NODE=1" in (launched.workdir / f"slurm-{job}.out").read_text()
 
@@ -145,16 +145,16 @@ def test_stop_lets_a_run_save_however_long_that_takes(slurm, launched):
 
 
 def test_ten_stops_with_hardly_a_step_are_not_queued_again(slurm, launched):
-    # Eight lives before: each takes some seconds. The job waits meanwhile.
+    # Eight starts before: each takes some seconds. The job waits meanwhile.
     job = launched.launch("--sbatch", "--hold")
-    before = {"job": job, "step": 0, "lives": 8, "stopped": True}
-    notes = launched.workdir / "lives.json"
+    before = {"job": job, "step": 0, "count": 8, "stopped": True}
+    notes = launched.workdir / "starts.json"
     notes.write_text(json.dumps(before))
     slurm.ask("scontrol", "release", job)
 
     def has_begun(count):
-        lives = json.loads(notes.read_text())
-        return lives["lives"] == count and not lives["stopped"]
+        starts = json.loads(notes.read_text())
+        return starts["count"] == count and not starts["stopped"]
 
     for count in (9, 10):
         launched.wait_for(lambda n=count: has_begun(n))

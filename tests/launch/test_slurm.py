@@ -22,7 +22,7 @@ SCONTROL = """#!/bin/bash
 printf '%s\\n' "$*" >>"$FAKE_CLOUD/calls"
 if [[ $1 == show ]]; then echo "JobId=42 JobState=$(cat "$FAKE_CLOUD/job_state")"; fi
 """
-# One task of each of two nodes, with what a real one gives them.
+# One task of each of two nodes, with what a real one gives them, and says of them.
 SRUN = """#!/bin/bash
 printf '%s\n' "$@" >"$FAKE_CLOUD/srun"
 while [[ $1 == --* ]]; do shift; done
@@ -33,8 +33,9 @@ for task in 0 1; do
   SLURM_PROCID=$task SLURM_NTASKS=2 SLURM_LOCALID=0 SLURM_STEP_NODELIST='n[1-2]' \
     SLURM_STEP_TASKS_PER_NODE='1(x2)' "$@"
   code=$?
+  ((code == 0)) || echo "srun: error: n$task: task $task: Exited with exit code $code"
   ((code <= worst)) || worst=$code
-done
+done >>"$FAKE_CLOUD/runs/run1/slurm-$SLURM_JOB_ID.out"
 exit $worst
 """
 TASK = f"""#!/bin/bash
@@ -183,21 +184,16 @@ def test_options_setup_prolog_and_environment(cloud, capsys, monkeypatch):
     assert len(tasks) == 2
 
 
-def test_a_process_that_failed_by_itself_ends_the_job(cloud, capsys):
+@pytest.mark.parametrize("own", [1, 2, 78])
+def test_a_process_that_failed_by_itself_ends_the_job(cloud, capsys, own):
+    """Whatever the others end with: JAX aborts those that lose it, or they save."""
     path = submit(cloud, capsys)
-    failed = cloud / "runs" / "run1" / "failed.json"
-    task = cloud / "task"  # task 0 fails for good, 1 saves: srun returns 75
-
-    def fail(job):
-        failed.write_text(json.dumps({"job": job, "host": "n1", "error": "no data"}))
-
-    fail("42")
-    task.write_text("#!/bin/bash\n((SLURM_PROCID)) && exit 75\nexit 1\n")
-    assert run_job(cloud, path, 0) == (75, [])
-    for other in ("7", "421"):
-        fail(other)
-        assert run_job(cloud, path, 0) == (75, ["show job 42", "requeue 42"])
-        assert failed.exists()
+    task = cloud / "task"
+    for other in (75, 134):
+        task.write_text(f"#!/bin/bash\n((SLURM_PROCID)) && exit {other}\nexit {own}\n")
+        assert run_job(cloud, path, 0) == (max(own, other), [])
+    task.write_text("#!/bin/bash\nexit 134\n")  # after somebody has queued the job again
+    assert run_job(cloud, path, 0) == (134, ["show job 42", "requeue 42"])
 
 
 def test_status(cloud, capfd):

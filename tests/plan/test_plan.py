@@ -16,7 +16,8 @@ from maxmars.model.parameters import Parameters
 from maxmars.plan import get_topology, make_plan
 from maxmars.plan.clock import step_clock
 from maxmars.plan.plan import print_plan
-from maxmars.train.auto import prepare
+from maxmars.train.resolve import resolve_config
+from maxmars.train.step import make_train_step
 
 BUDGETS = Path(__file__).with_name("traffic_cpu.json")
 MB = 10**6
@@ -157,7 +158,11 @@ def normalized(text):
 def test_the_planned_program_is_the_trained_one(plan_of, config_of):
     config = config_of("shampoo", eval=EvalConfig(every=None))
     parameters = Parameters(config.model, training_mesh(config))
-    ran = prepare(config, parameters, batch_types(config.data, config.model)).text()
+    ran = make_train_step(
+        resolve_config(config, parameters).config,
+        parameters,
+        batch_types(config.data, config.model),
+    ).text()
     planned = plan_of("shampoo").train_step.executable.as_text()
     assert normalized(ran) == normalized(planned)
 

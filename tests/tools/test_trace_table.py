@@ -12,7 +12,8 @@ from maxmars.data.batches import batch_types
 from maxmars.distributed.sharding import training_mesh
 from maxmars.model.parameters import Parameters
 from maxmars.train import train
-from maxmars.train.auto import prepare
+from maxmars.train.resolve import resolve_config
+from maxmars.train.step import make_train_step
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
 
@@ -46,7 +47,11 @@ def traced(folder):
     config = short_config(folder / "tokens", num_steps=4)
     train(config, folder / "run", profile=(2, 3))
     parameters = Parameters(config.model, training_mesh(config))
-    program = prepare(config, parameters, batch_types(config.data, config.model)).text()
+    program = make_train_step(
+        resolve_config(config, parameters).config,
+        parameters,
+        batch_types(config.data, config.model),
+    ).text()
     trace = read_trace(folder / "run" / "profile" / "host_000", program)
     phases = trace.seconds_of_phases().items()
     return trace, {phase: seconds / trace.busy_seconds for phase, seconds in phases}

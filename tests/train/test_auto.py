@@ -24,10 +24,10 @@ from maxmars.train.auto import (
     choose_precision,
     less_memory,
     make_estimate,
-    prepare,
     slow_network_warning,
     with_remat,
 )
+from maxmars.train.resolve import resolve_config
 from maxmars.train.step import abstract_train_state, make_train_step
 
 AUTO_DTYPE = tiny_config(model=dataclasses.replace(MODEL, compute_dtype="auto"))
@@ -104,7 +104,7 @@ def chosen_on(topology, memory_bytes, **changes):
         pytest.skip(str(error))  # a compiler that is not installed
     config = dataclasses.replace(AUTO_REMAT, **changes)
     parameters = Parameters(config.model, make_mesh(config.mesh, devices))
-    return prepare(config, parameters, memory_bytes=memory_bytes).config
+    return resolve_config(config, parameters, memory_bytes=memory_bytes).config
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,8 @@ def test_a_tpu_keeps_attention_of_wide_models_where_it_fits():
 def test_a_given_policy_stays_on_any_memory():
     given = with_remat(AUTO_REMAT, "dots")
     parameters = Parameters(given.model, make_mesh(given.mesh))
-    assert prepare(given, parameters, log=pytest.fail, memory_bytes=LITTLE).config == given
+    resolved = resolve_config(given, parameters, memory_bytes=LITTLE)
+    assert (resolved.config, resolved.messages) == (given, ())
 
 
 def test_what_takes_less_memory_is_named_in_order():
@@ -266,7 +267,9 @@ def test_the_fewest_microbatches_that_fit():
     assert needs[1] > needs[2] > needs[3] > needs[60]
 
     def chosen(memory_bytes):
-        return prepare(UNSET, parameters, log=logged.append, memory_bytes=memory_bytes).config
+        resolved = resolve_config(UNSET, parameters, memory_bytes=memory_bytes)
+        logged.extend(resolved.messages)
+        return resolved.config
 
     for count in (1, 3, 60):
         chosen_config = chosen(int(needs[count] / USABLE) + 1)

@@ -11,7 +11,7 @@ from maxmars.train.summary import best_evaluation
 
 
 def write_steps(workdir, steps, **kwargs):
-    writer = MetricsWriter(workdir, **kwargs)
+    writer = MetricsWriter(workdir, tokens=lambda step: 8 * step, **kwargs)
     for step in steps:
         writer.write(step, {"train/loss": float(step)})
     writer.close()
@@ -34,14 +34,14 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
 
 
 def test_values_that_are_not_finite_stay_valid_json(tmp_path):
-    with MetricsWriter(tmp_path) as writer:
+    with MetricsWriter(tmp_path, tokens=lambda step: 8 * step) as writer:
         writer.write(1, {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 3})
 
     def reject(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=reject)
-    assert line == {"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 3}
+    assert line == {"step": 1, "tokens": 8, "a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 3}
     assert float(line["c"]) == float("-inf")
 
 

@@ -1,6 +1,5 @@
 """How runs begin: which config they continue with, and the weights that they start from."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -14,7 +13,7 @@ import pytest
 import tiny
 import tokenizers
 from refusals import refused
-from tiny import ADAMW, MODEL, batch_of, begin_from, values_of
+from tiny import ADAMW, MODEL, batch_of, values_of
 
 from maxmars.checkpoint import list_steps, load, read
 from maxmars.checkpoint.environment import environment
@@ -25,6 +24,7 @@ from maxmars.config import (
     CheckpointConfig,
     EvalConfig,
     GPT2Config,
+    GrainConfig,
     GrainPart,
     GuardConfig,
     MarsConfig,
@@ -39,15 +39,14 @@ from maxmars.data.formats import open_split
 from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import load as load_tokenizer
 from maxmars.distributed import sharding
-from maxmars.distributed.progress import Progress
 from maxmars.model import huggingface
 from maxmars.model.parameters import Parameters
 from maxmars.train import train
-from maxmars.train.clock import Clock
-from maxmars.train.init_from import InitFrom, check_origin, load_initial
+from maxmars.train.audit import audit
+from maxmars.train.init_from import InitFrom, load_initial
 from maxmars.train.journal import began_in, changes_of_config
+from maxmars.train.resolve import Recorded, resolve_config
 from maxmars.train.resume import continued_config, rounding_change
-from maxmars.train.run import check, lock
 from maxmars.train.step import abstract_train_state, make_train_step
 
 
@@ -121,13 +120,20 @@ def test_past_a_damaged_checkpoint_to_one_of_before_a_change(short_config, tmp_p
 
 @pytest.mark.seconds
 def test_what_another_start_saved_meanwhile_is_not_begun_anew(short_config, tmp_path):
-    config, workdir = short_config(), tmp_path / "run"
-    with contextlib.ExitStack() as stack:
-        nothing = {"init_from": None, "resume_overrides": ()}
-        run = check(config, workdir, **nothing, clock=Clock(), progress=Progress())
+    workdir = tmp_path / "run"
+    (tmp_path / "slow.py").write_text(
+        "import grain, numpy as np\n"
+        "from pathlib import Path\n"
+        "from maxmars.train import train\n"
+        "import tiny\n"
+        "def windows(*, split, length):\n"
+        f"    if not Path({str(workdir)!r}).exists():\n"
+        f"        train(tiny.short_config(Path({str(tmp_path / 'tokens')!r})), {str(workdir)!r})\n"
+        "    return grain.MapDataset.range(64).map(lambda i: np.arange(length + 1) % 7 + i % 5)\n"
+    )
+    config = short_config(data=GrainConfig(source=f"{tmp_path / 'slow.py'}:windows"))
+    with refused(ValueError, workdir, "the same command"):
         train(config, workdir)
-        with refused(ValueError, workdir, "the same command"):
-            lock(run, stack)
     assert list_steps(workdir / "checkpoints") == [1, 2]
 
 
@@ -249,7 +255,11 @@ def test_a_run_keeps_its_type_where_another_would_be_chosen(continuing, short_co
         stored, auto = (
             short_config(model=dataclasses.replace(MODEL, compute_dtype=d)) for d in (dtype, "auto")
         )
-        assert continuing(auto, stored=stored) == stored
+        requested = continuing(auto, stored=stored)
+        parameters = Parameters(requested.model, mesh_of(requested))
+        recorded = Recorded(stored, environment(parameters.mesh))
+        resolved = resolve_config(requested, parameters, recorded=recorded)
+        assert resolved.config.model == stored.model
 
 
 @pytest.mark.parametrize(("warmup", "given", "end"), [(1, None, 2), (2, None, None), (2, 2, 2)])
@@ -292,7 +302,7 @@ def mesh_of(config):
 def loaded(path, config, *, optimizer_state=False, tokens=None):
     source = InitFrom(path=str(path), optimizer_state=optimizer_state)
     step = make_train_step(config, Parameters(config.model, mesh_of(config)))
-    return load_initial(config, step, source, tokens or open_split(config.data.path, "train"))
+    return load_initial(step, source, tokens or open_split(config.data.path, "train"))
 
 
 def saved(workdir, config, step=None):
@@ -319,29 +329,30 @@ def test_a_run_starts_where_another_ended(source, started):
     assert (meta["step"], meta["data_position"]) == (2, 2 * 16)
 
 
-def test_the_same_command_continues_and_another_source_is_refused(source, started, capsys):
+def test_a_run_continues_from_its_own_checkpoints(source, started, capsys):
+    """Whatever --init-from says: a launcher gives the same command, its source may be gone."""
     workdir, config = started
-    request = InitFrom(path=str(source))
-    for init_from in (request, None):
+    request, elsewhere = InitFrom(path=str(source)), InitFrom(path="/elsewhere")
+    for init_from in (request, elsewhere, None):
         train(config, workdir, init_from=init_from)
-        assert "continuing from step 2" in capsys.readouterr().out
-    with refused(ValueError, workdir, source, "/elsewhere"):
-        train(config, workdir, init_from=InitFrom(path="/elsewhere"))
-    with refused(ValueError, workdir, source, "without", "optimizer state"):
-        train(config, workdir, init_from=dataclasses.replace(request, optimizer_state=True))
+        output = capsys.readouterr().out
+        assert "continuing from step 2" in output
+        assert (f"--init-from {elsewhere.path}" in output) == (init_from is elsewhere)
 
 
-def test_a_run_from_random_weights_does_not_continue_from_others(source, short_config, tmp_path):
-    with refused(ValueError, source, "random weights", tmp_path / "elsewhere"):
-        train(short_config(), source, init_from=InitFrom(path=str(tmp_path / "elsewhere")))
-
-
-def test_a_start_that_saved_nothing_must_name_its_source_again(source, short_config, tmp_path):
-    begin_from(tmp_path, loaded(source, short_config()).origin)
-    with refused(ValueError, tmp_path, source, "--init-from"):
-        train(short_config(), tmp_path)
-    for path in (str(source), "/elsewhere"):
-        check_origin(tmp_path, InitFrom(path=path), continues=False)
+@pytest.mark.seconds
+def test_the_weights_that_a_run_starts_from_are_its_step_0(source, short_config, tmp_path):
+    """From the first save on, a kill leaves a run that needs no source."""
+    config = short_config(checkpoint=CheckpointConfig(every=None, keep_last=9))
+    workdir = tmp_path / "run"
+    train(config, workdir, init_from=InitFrom(path=str(source)))
+    assert list_steps(workdir / "checkpoints") == [0, 2]
+    shutil.rmtree(workdir / "checkpoints" / "2")
+    train(config, workdir)
+    audited = audit(workdir, replay=2)
+    assert (audited.problems, audited.verdict) == ([], "one trajectory")
+    began = began_in(read_journal(workdir))
+    assert [line["init_from"]["weights"] for line in began] == [str(source / "checkpoints/2")] * 2
 
 
 @pytest.fixture(scope="module")

@@ -117,17 +117,22 @@ class Service:
         self._call("close")
 
 
-@pytest.mark.parametrize("fails", ["write 1 {'a': 1.0}", "sync", "close"])
+@pytest.mark.parametrize("fails", ["write 1 {'tokens': 8, 'a': 1.0}", "sync", "close"])
 def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path, fails):
     bad, good, logged = Service(fails), Service(), []
     trackers = Trackers({"W&B": lambda: bad, "TensorBoard": lambda: good}, logged.append)
-    with MetricsWriter(tmp_path, trackers=trackers) as writer:
+    with MetricsWriter(tmp_path, tokens=lambda step: 8, trackers=trackers) as writer:
         writer.write(1, {"a": 1.0})
         writer.sync()
         writer.write(2, {"a": 2.0})
     assert logged == ["W&B failed, and the run goes on without it (RuntimeError: no connection)."]
     assert bad.calls == good.calls[: good.calls.index(fails) + 1]
-    assert good.calls == ["write 1 {'a': 1.0}", "sync", "write 2 {'a': 2.0}", "close"]
+    assert good.calls == [
+        "write 1 {'tokens': 8, 'a': 1.0}",
+        "sync",
+        "write 2 {'tokens': 8, 'a': 2.0}",
+        "close",
+    ]
 
 
 def test_a_tracker_that_does_not_open_is_dropped(tmp_path):
@@ -179,14 +184,18 @@ def test_wandb_itself_gets_every_line_without_a_network_also_of_steps_made_again
 
     def start(resume_step, *lines):
         trackers = open_trackers(config, tmp_path, resume_step, log=logged.append)
-        with MetricsWriter(tmp_path, resume_step, trackers=trackers) as writer:
+        with MetricsWriter(
+            tmp_path, resume_step, tokens=lambda step: 8, trackers=trackers
+        ) as writer:
             for step, values in lines:
                 writer.write(step, values)
         found = set((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
         (path,) = found.difference(files_of_starts)
         files_of_starts.append(path)
         assert f"wandb sync {path.parent}" in logged[-1]
-        expected = [sorted({"step": float(step), **values}.items()) for step, values in lines]
+        expected = [
+            sorted({"step": float(step), "tokens": 8.0, **values}.items()) for step, values in lines
+        ]
         rows, deadline = [], time.monotonic() + 30
         while len(rows) < len(lines) and time.monotonic() < deadline:
             time.sleep(0.1)  # W&B's own process may still write the file

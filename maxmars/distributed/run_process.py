@@ -1,0 +1,356 @@
+"""One process of a run: how it joins the others, is asked to stop, hangs, loses one of them, ends.
+
+The command makes a `RunProcess` before it loads JAX, which takes seconds, and hands it to `train`;
+so what needs JAX or files is imported late. `README.md` has the exit codes. What a signal does
+depends on how far the process is:
+
+    starting   `join` counts the start and meets the others, `train` opens the run;
+               a signal ends the process at once with 75: there is nothing to save
+    training   from `started` on; a signal finishes the step, saves, and ends with 75
+
+A process of several that fails by an error of its own ends with 78 (see `cli`), so that launchers
+know it from those that have only lost it, which end with 75.
+
+**Starts that come to nothing.** Launchers start a run again whose machine was taken away or whose
+processes lost each other. Process 0 counts in `<workdir>/starts.json` the starts in a row that
+saved fewer than `_FEWEST_STEPS` steps, and refuses to begin after `_MOST_STARTS` of them: an error
+of its own, which ends the restarts. The same command, given again by a person, counts anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import itertools
+import os
+import re
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, ClassVar, NoReturn
+
+from maxmars.distributed.exits import EXIT_CODE, exit_now, is_one_of_several, stop_signals
+from maxmars.distributed.workdir import LOGS, STARTS
+
+_MOST_STARTS = 10
+_FEWEST_STEPS = 10
+_LONGEST_PAUSE_S = 60.0  # shorter than the other processes wait for this one
+_OTHERS_S = 5.0  # the other processes show their stacks before they lose this one
+_LOST_PEER = re.compile(
+    r"\bgloo\b|\bnccl\b|coordination.?service|\bbarrier\b|\bheartbeat\b|remote process exited", re.I
+)
+
+
+class StopRequestedError(Exception):
+    """A request to stop, in the middle of what can be given up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Starts:
+    """The contents of `starts.json`."""
+
+    job: str | None
+    """The job of SLURM, which is the same when it is queued again; None elsewhere."""
+    start: str | None = None
+    """Identifier of the last start."""
+    step: int = 0
+    """Step of the newest checkpoint when that start began."""
+    count: int = 0
+    """Starts in a row, with that one, that came to nothing so far."""
+    stopped: bool = False
+    """Whether that start ended on request."""
+
+
+class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
+    """One process of a run, inside a `with` block.
+
+    Python allows handlers of signals in the main thread alone; in another one signals act as they
+    always do.
+
+    Args:
+      command: the command line, which the journal records; None without one.
+      pause_s: how long a start waits after two that came to nothing; twice as long after each more.
+    """
+
+    _questions: ClassVar[Iterator[int]] = itertools.count(1)  # that this process has asked JAX
+
+    def __init__(self, command: str | None = None, pause_s: float = 5.0) -> None:
+        self.command = command
+        self._pause_s = pause_s
+        self._is_training = self._requested = self._agreed = False
+        self._previous: dict[signal.Signals, Any] = {}  # handlers of signals
+        self._wakeup: int | None = None  # written to by each signal while the run starts
+        self._starts: tuple[Any, _Starts] | None = None  # that this process has counted
+        self._lock = threading.RLock()  # a signal ends a start from another thread
+
+    def __enter__(self) -> RunProcess:
+        if threading.current_thread() is not threading.main_thread():
+            return self
+        for number in stop_signals():
+            # Of several processes JAX has a handler of SIGTERM, which tells the others.
+            if number != signal.SIGTERM or not is_one_of_several():
+                self._previous[number] = signal.signal(number, self._terminate)
+        # A thread waits for signals while the run starts: the main thread runs handlers only
+        # between two lines of Python, and a compilation or the wait for others may take minutes.
+        read, self._wakeup = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
+        threading.Thread(target=self._end_start, args=(read,), daemon=True, name="starting").start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            self.end_if_peer_is_lost(error)
+            self._forget_starts()  # an error of its own ends the restarts anyway
+        self._close_wakeup()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+
+    # --- joining ---------------------------------------------------------------------------------
+
+    def join(
+        self,
+        workdir: Any,
+        newest_step: Callable[[], int | None],
+        *,
+        coordinator: str | None = None,
+        num_processes: int | None = None,
+        process_id: int | None = None,
+        timeout_s: float = 300.0,
+        log: Callable[[str], None] = print,
+    ) -> None:
+        """Count this start and meet the other processes; every process of the run calls.
+
+        Args:
+          workdir: directory of the run, of the type `files.Workdir`.
+          newest_step: gives the step of its newest checkpoint, 0 without one; None while another
+            start owns it, whose files this one leaves alone.
+          coordinator: this and the next three as in `processes.initialize`.
+          num_processes: as above.
+          process_id: as above.
+          timeout_s: as above.
+          log: gets a line where this start waits.
+
+        Raises:
+          ValueError: too many starts in a row came to nothing; every process raises. Or see
+            `processes.initialize` and `processes.check_accelerators`, as for other types.
+        """
+        from maxmars.distributed import processes
+
+        def count() -> None:
+            self._count_start(workdir, newest_step, log)
+
+        if processes.is_first(process_id):
+            count()  # before the others are met, who may never come
+        open_port = processes.initialize(
+            coordinator, num_processes, process_id, timeout_s=timeout_s
+        )
+        processes.check_accelerators()
+        processes.text_from_primary(lambda: self._refuse_more_starts(count))
+        processes.warn_once(open_port)
+
+    def _count_start(
+        self, workdir: Any, newest_step: Callable[[], int | None], log: Callable[[str], None]
+    ) -> None:
+        newest = newest_step()
+        if newest is None:
+            return
+        before = _read_starts(workdir)
+        count = 0 if newest >= before.step + _FEWEST_STEPS else before.count
+        self._starts = workdir, dataclasses.replace(before, step=newest, count=count)
+        if count > _MOST_STARTS:  # the last start would have refused, but the others never came
+            self._refuse_more_starts()
+        if count >= 2 and not before.stopped:
+            pause_s = min(self._pause_s * 2 ** (count - 2), _LONGEST_PAUSE_S)
+            log(f"{count} starts in a row got no further; waiting {pause_s:.0f} s")
+            time.sleep(pause_s)
+        start = uuid.uuid4().hex
+        self._write_starts(start=start, count=count + 1, stopped=False)
+
+    def _refuse_more_starts(self, count: Callable[[], None] = lambda: None) -> None:
+        """Raise a ValueError after too many starts that came to nothing; the next is the first."""
+        if self._starts is None:
+            count()
+        if self._starts is None or (starts := self._starts[1]).count <= _MOST_STARTS:
+            return
+        workdir = self._starts[0]
+        raise ValueError(
+            f"{workdir}: {_MOST_STARTS} starts in a row crashed, hung, lost a machine or were "
+            f"stopped before they had saved {_FEWEST_STEPS} steps each, the last one after step "
+            f"{starts.step}, so this start ends as well. Look at what they printed, and in "
+            f"{workdir / LOGS}; the same command, given again, tries anew."
+        )
+
+    def _write_starts(self, **changes: Any) -> None:
+        from maxmars.distributed.files import is_remote, write_json
+
+        with self._lock, contextlib.suppress(OSError):  # bookkeeping never stops a run
+            if self._starts is None:
+                return
+            workdir, starts = self._starts
+            self._starts = workdir, dataclasses.replace(starts, **changes)
+            # A directory is made once nothing can be wrong with the run that it is for.
+            if is_remote(workdir) or workdir.is_dir():
+                write_json(workdir / STARTS, dataclasses.asdict(self._starts[1]))
+
+    def _forget_starts(self) -> None:
+        """Let the next start be the first; of the record of another start nothing is touched."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._starts is None:
+                return
+            (workdir, starts), self._starts = self._starts, None
+            if _read_starts(workdir).start in (starts.start, None):
+                (workdir / STARTS).unlink(missing_ok=True)
+
+    # --- requests to stop ------------------------------------------------------------------------
+
+    def started(self) -> None:
+        """Let a signal be a request to stop from here on, no end at once."""
+        self._is_training = True
+        if self._wakeup is not None:
+            self._close_wakeup()
+            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+
+    def stop_due(self) -> bool:
+        """Whether to stop now.
+
+        All processes ask at the same places, after steps and between the batches of evaluations,
+        and equally often. Whichever was signalled, all get the same answer to the same question.
+        """
+        if not is_one_of_several():
+            return self._requested
+        from jax.experimental import multihost_utils
+
+        if not self._agreed:
+            # After a signal JAX names the first number that no process has asked for, and is silent
+            # about all others. So they count their questions.
+            number = next(RunProcess._questions)
+            self._agreed = multihost_utils.reached_preemption_sync_point(number)
+        return self._agreed
+
+    def check_stop(self) -> None:
+        """Raise StopRequestedError if `stop_due`."""
+        if self.stop_due():
+            raise StopRequestedError
+
+    def request_stop(self) -> None:
+        """Ask for an end as a signal does; any thread of any process may."""
+        self._requested = True
+        if is_one_of_several():
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX's handler tells the other processes
+
+    def _terminate(self, number: int, frame: FrameType | None) -> None:
+        if self._is_training:
+            self.request_stop()
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._requested:
+            self._forget_starts()
+            exit_now(128 + signal.SIGINT)
+        os.write(2, b"\nstopping after this step; Ctrl-C again leaves at once\n")
+        self.request_stop()
+
+    def _close_wakeup(self) -> None:
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._wakeup)  # which ends the thread
+            self._wakeup = None
+
+    # --- how it ends -----------------------------------------------------------------------------
+
+    def end(self, *, done: bool) -> int:
+        """Record how the run ended, all steps done or stopped on request; returns the exit code."""
+        if done:
+            self._forget_starts()
+            return 0
+        self._write_starts(stopped=True)
+        return EXIT_CODE
+
+    def _end_start(self, read: int) -> None:
+        """End the process at a signal that comes before `started`."""
+        while number := os.read(read, 1):
+            if number[0] in self._previous:
+                self._write_starts(stopped=True)
+                exit_now(
+                    EXIT_CODE,
+                    f"stopped while the run was starting. Exit code {EXIT_CODE}: the same command "
+                    "starts it again.",
+                )
+        os.close(read)
+
+    @contextlib.contextmanager
+    def ending_if_peer_is_lost(self) -> Iterator[None]:
+        """End the process where an error in this block is that another process is gone.
+
+        To be entered after everything whose exit would wait for the lost process.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.end_if_peer_is_lost(error)
+            raise
+
+    def end_if_peer_is_lost(self, error: BaseException) -> None:
+        """End the process if an error is that another process of the run is gone."""
+        if not is_one_of_several() or not is_of_lost_peer(error):
+            return
+        import jax
+
+        exit_now(
+            EXIT_CODE,
+            f"process {jax.process_index()} of {jax.process_count()} has lost another process of "
+            "the run, which was killed, failed or no longer answers "
+            f"({str(error).splitlines()[0]}). Exit code {EXIT_CODE}: the same command, in every "
+            "process, continues from the last complete checkpoint.",
+        )
+
+
+def end_hanging(name: str, lasted_s: float, timeout_s: float) -> NoReturn:
+    """Show the stacks of all threads, and end a process in which something takes too long.
+
+    Args:
+      name: what takes too long, in words.
+      lasted_s: seconds since it began.
+      timeout_s: the config's `hang_timeout_s`.
+    """
+    import jax
+
+    several = jax.process_count() > 1
+    suspect = "another process of the run" if several else "a device or a file system"
+    faulthandler.dump_traceback(file=2)
+    time.sleep(_OTHERS_S * several)
+    exit_now(
+        EXIT_CODE,
+        f"process {jax.process_index()} of {jax.process_count()} hangs: {name} has taken "
+        f"{lasted_s:.0f} s. Perhaps {suspect} hangs; the stacks above show what this process waits "
+        f"for. If it was only slow, raise --hang-timeout-s ({timeout_s:g}). Exit code {EXIT_CODE}: "
+        "the same command, in every process, continues from the last complete checkpoint.",
+    )
+
+
+def is_of_lost_peer(error: BaseException) -> bool:
+    """Whether an error, or one that caused it, is of a collective or barrier that a peer left."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuntimeError | ValueError | OSError) and _LOST_PEER.search(str(cause)):
+            return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def _read_starts(workdir: Any) -> _Starts:
+    """The record; an empty one if there is none of this job, or none that can be read."""
+    from maxmars.distributed.files import read_json
+
+    job = os.environ.get("SLURM_JOB_ID")
+    with contextlib.suppress(OSError, TypeError, ValueError):
+        starts = _Starts(**read_json(workdir / STARTS))
+        if starts.job == job and starts.count >= 0:
+            return starts
+    return _Starts(job=job)

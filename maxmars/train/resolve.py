@@ -1,0 +1,105 @@
+"""From the config that is requested to the one that runs, in which nothing is left to choose.
+
+`train`, `plan`, `audit`, `compare` and the benchmarks call `resolve_config` before they train or
+compile. Before it a config is the requested one, after it the resolved one, which a run records,
+with what was `asked` of the fields that the run chose. `auto.py` has the rules of each choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from maxmars.checkpoint.environment import environment
+from maxmars.config import GPT2Config, TrainConfig, differences
+from maxmars.model.attention import choose_attention
+from maxmars.model.parameters import Parameters
+from maxmars.train.auto import (
+    choose_memory,
+    choose_precision,
+    make_estimate,
+    memory_bytes_of,
+    with_compute_dtype,
+    with_remat,
+)
+from maxmars.train.optimizer import check_optimizer, follows_rate
+from maxmars.train.step import abstract_train_state
+
+
+class Recorded(NamedTuple):
+    """What is recorded of a run so far: in a checkpoint, or where a session begins."""
+
+    config: TrainConfig
+    environment: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A config in which nothing is left to choose, on its devices."""
+
+    config: TrainConfig
+    parameters: Parameters
+    """Of its model, on the mesh."""
+    messages: tuple[str, ...]
+    """Each choice and its reason, in one line."""
+
+
+def resolve_config(
+    requested: TrainConfig,
+    parameters: Parameters,
+    *,
+    recorded: Recorded | None = None,
+    memory_bytes: int | None = None,
+) -> Resolved:
+    """Choose precision, microbatches and rematerialisation, where they are not set.
+
+    Args:
+      requested: what to train.
+      parameters: of its model, on its devices, which may be absent.
+      recorded: the run so far, whose type of matrix products stays; its microbatches and
+        rematerialisation stay on the same mesh and kind of device.
+      memory_bytes: memory of a device that programs may use; None asks the devices.
+
+    Raises:
+      ValueError: the mesh does not divide the model or the batch, or a device, the model and the
+        optimizer do not go together.
+    """
+    mesh, config, messages = parameters.mesh, requested, []
+    state = abstract_train_state(config, parameters)
+    check_optimizer(config.optimizer, parameters, config.ema_decay)
+    if not follows_rate(config.optimizer, parameters):
+        messages.append(
+            "the optimizer leaves optimizer.learning_rate and the schedule aside, so its own rate "
+            "is not known: there is no metric train/learning_rate"
+        )
+    if recorded is not None:
+        before = recorded.config
+        if config.model.compute_dtype == "auto" and before.model.compute_dtype is not None:
+            config = with_compute_dtype(config, before.model.compute_dtype)
+        is_same = is_same_place(recorded.environment, environment(mesh))
+        if is_same and before.global_batch_size == config.global_batch_size:
+            if config.num_microbatches is None:
+                config = dataclasses.replace(config, num_microbatches=before.microbatches)
+            if config.model.remat == "auto":
+                config = with_remat(config, before.model.remat)
+    config = choose_precision(config, mesh, messages.append)
+    memory_bytes = memory_bytes or memory_bytes_of(mesh)
+    estimate = make_estimate(config, mesh, state)
+    config = choose_memory(config, parameters, estimate, memory_bytes, messages.append)
+    if isinstance(config.model, GPT2Config):
+        attention = choose_attention(config.model, mesh.devices.flat[0].platform)
+        if attention.reason is not None:
+            messages.append(
+                f"attention is {attention.implementation} and slower: {attention.reason}"
+            )
+    asked = {name: old for name, old, _ in differences(requested, config)}
+    config = dataclasses.replace(config, asked=requested.asked | asked)
+    return Resolved(config=config, parameters=parameters, messages=tuple(messages))
+
+
+def is_same_place(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two results of `environment` have one mesh on the same kind of devices, so that a run
+    keeps what it chose there."""
+    return all(before.get(name) == now[name] for name in ("mesh", "device_kinds"))

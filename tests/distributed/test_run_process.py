@@ -1,0 +1,60 @@
+"""Requests to stop, of a run and of the comparison that makes it."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from maxmars.distributed.run_process import RunProcess
+
+SIGNALS = [
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    signal.SIGXCPU,
+]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_after_the_start_asks_for_a_stop(number):
+    before = signal.getsignal(number)
+    with RunProcess() as process:
+        process.started()
+        process.started()  # of a comparison, and of its run
+        assert not process.stop_due()
+        os.kill(os.getpid(), number)
+        assert process.stop_due()
+    assert signal.getsignal(number) == before
+    with RunProcess() as another:
+        another.started()
+        assert not another.stop_due()
+
+
+@pytest.mark.parametrize("number", [*set(SIGNALS) - {signal.SIGINT}])
+def test_a_signal_before_the_start_ends_the_process(number):
+    program = f"""
+import os, time
+from maxmars.distributed.run_process import RunProcess
+
+with RunProcess():
+    os.kill(os.getpid(), {int(number)})
+    time.sleep(60)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 75, done.stderr
+
+
+def test_a_lost_terminal_stops_no_run_that_was_started_to_ignore_it():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with RunProcess() as process:
+            process.started()
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not process.stop_due()
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
