@@ -65,7 +65,7 @@ class MaxmarsSteps:
         self.num_compiles, self.compile_seconds = 0, 0.0
         jax.monitoring.register_event_duration_secs_listener(self._count)
         self.scratch = scratch
-        self.mesh = sharding.training_mesh(config)
+        self.mesh = sharding.training_mesh(config.mesh, config.model)
         resolved = resolve_config(config, Parameters(config.model, self.mesh))
         for text in resolved.messages:
             print(text, file=sys.stderr)

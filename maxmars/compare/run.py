@@ -179,7 +179,12 @@ def _with_precision(comparison: Comparison) -> Comparison:
     """The comparison with `model.compute_dtype` `auto` replaced, so that all cells share one type,
     also those that run after the comparison moved to another machine."""
     contenders = tuple(
-        dataclasses.replace(c, config=choose_precision(c.config, sharding.training_mesh(c.config)))
+        dataclasses.replace(
+            c,
+            config=choose_precision(
+                c.config, sharding.training_mesh(c.config.mesh, c.config.model)
+            ),
+        )
         for c in comparison.contenders
     )
     return dataclasses.replace(comparison, contenders=contenders)
@@ -193,7 +198,7 @@ def find_start(config: TrainConfig) -> Digests:
       ValueError: data, model and mesh do not fit together.
       FileNotFoundError: there is no data.
     """
-    mesh = sharding.training_mesh(config)
+    mesh = sharding.training_mesh(config.mesh, config.model)
     training = open_training(resolve_config(config, Parameters(config.model, mesh)))
     weights = combine(digest(training.new_state().params))
     sha = hashlib.sha256()
@@ -207,7 +212,7 @@ def find_start(config: TrainConfig) -> Digests:
 
 
 def _check_optimizer(config: TrainConfig) -> None:
-    mesh = sharding.training_mesh(config)
+    mesh = sharding.training_mesh(config.mesh, config.model)
     check_optimizer(config.optimizer, Parameters(config.model, mesh), config.ema_decay)
 
 
@@ -331,7 +336,7 @@ def step_cost(config: TrainConfig) -> dict[str, int]:
 
     Compiles the step where there are several devices: its collectives are read from the program.
     """
-    mesh = sharding.training_mesh(config)
+    mesh = sharding.training_mesh(config.mesh, config.model)
     resolved = resolve_config(config, Parameters(config.model, mesh))
     step = make_train_step(resolved.config, resolved.parameters)
     state = step.abstract_state

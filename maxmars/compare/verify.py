@@ -98,7 +98,7 @@ def verify(
         if not isinstance(config.data, TokenShardsConfig):
             raise ValueError(f"--data {data_path}: these tokens are not read from a directory.")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, path=data_path))
-    here = environment(sharding.training_mesh(config))
+    here = environment(sharding.training_mesh(config.mesh, config.model))
     if changes := changes_since(row.environment, here, devices=True):
         log(f"changed since: {', '.join(changes)}")
     weights, tokens = find_start(config)

@@ -22,7 +22,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from maxmars.config import MeshConfig, TrainConfig
+from maxmars.config import MeshConfig, ModelConfig
 from maxmars.config.mesh import choose_mesh, mesh_shape
 
 AXES = ("data", "fsdp", "tensor")
@@ -116,11 +116,13 @@ def make_mesh(
 
 
 def training_mesh(
-    config: TrainConfig,
+    config: MeshConfig,
+    model: ModelConfig,
     devices: Sequence[jax.Device] | None = None,
     networks: Sequence[int] | None = None,
 ) -> Mesh:
-    """The mesh that a run trains on: that of its config, with `fsdp` chosen where it is not set.
+    """The mesh that a run trains on: that of its config, with `fsdp` chosen for the model where it
+    is not set.
 
     Raises:
       ValueError: see `make_mesh`, whose arguments these are.
@@ -128,7 +130,7 @@ def training_mesh(
     devices = jax.devices() if devices is None else devices
     networks = fast_networks(devices) if networks is None else networks
     size = math.gcd(*Counter(networks).values())
-    return make_mesh(choose_mesh(config.mesh, config.model, size), devices, networks)
+    return make_mesh(choose_mesh(config, model, size), devices, networks)
 
 
 def fast_networks(devices: Sequence[jax.Device]) -> list[int]:

@@ -83,7 +83,9 @@ class Topology:
 
     def mesh(self, config: TrainConfig) -> Mesh:
         """The mesh that `train` takes on these devices."""
-        return sharding.training_mesh(config, self.devices, self.networks(self.devices))
+        return sharding.training_mesh(
+            config.mesh, config.model, self.devices, self.networks(self.devices)
+        )
 
     def network(self, collective: Collective, mesh: Mesh) -> Network:
         """The network that a collective of a program for `mesh` uses: the slowest on its way."""

@@ -396,7 +396,7 @@ def _digest_after(
     log: Callable[[str], None],
 ) -> str:
     """Restore the state of step `first`, make the steps up to `last`, and digest the state."""
-    mesh = training_mesh(config)
+    mesh = training_mesh(config.mesh, config.model)
     # What the run chose by itself stays where it ran, and need not fit elsewhere.
     requested = dataclasses.replace(config, num_microbatches=None)
     if "model.remat" in config.asked:

@@ -223,7 +223,7 @@ def _check(
     check_agreement(requested, init_from, resume_overrides)
     if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
-    mesh = sharding.training_mesh(requested)
+    mesh = sharding.training_mesh(requested.mesh, requested.model)
     parameters, here = Parameters(requested.model, mesh), environment(mesh)
     check_memory(requested, mesh, abstract_train_state(requested, parameters))
     check_trackers(requested.log, workdir)

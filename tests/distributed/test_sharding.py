@@ -38,7 +38,7 @@ def test_the_mesh_of_a_run_whose_config_sets_none():
         None: (8, 1, 1),  # CPU devices
     }
     for networks, shape in shapes.items():
-        mesh = sharding.training_mesh(config, networks=networks)
+        mesh = sharding.training_mesh(config.mesh, config.model, networks=networks)
         assert tuple(mesh.shape.values()) == shape
 
 

@@ -157,7 +157,7 @@ def normalized(text):
 @pytest.mark.slow
 def test_the_planned_program_is_the_trained_one(plan_of, config_of):
     config = config_of("shampoo", eval=EvalConfig(every=None))
-    parameters = Parameters(config.model, training_mesh(config))
+    parameters = Parameters(config.model, training_mesh(config.mesh, config.model))
     ran = make_train_step(
         resolve_config(config, parameters).config,
         parameters,

@@ -46,7 +46,7 @@ def traced(folder):
     """The operations of a run's traced steps, and the share of each phase."""
     config = short_config(folder / "tokens", num_steps=4)
     train(config, folder / "run", profile=(2, 3))
-    parameters = Parameters(config.model, training_mesh(config))
+    parameters = Parameters(config.model, training_mesh(config.mesh, config.model))
     program = make_train_step(
         resolve_config(config, parameters).config,
         parameters,
