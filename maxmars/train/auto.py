@@ -29,6 +29,8 @@ from maxmars.config.numbers import short
 from maxmars.distributed import processes, sharding
 from maxmars.model.attention import choose_attention
 from maxmars.model.parameters import Parameters
+from maxmars.optim import requests_of
+from maxmars.train.optimizer import make_optimizer
 from maxmars.train.step import TrainState, TrainStep
 
 ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
@@ -234,6 +236,8 @@ def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimat
     shards, tensor = sharding.batch_shards(mesh), mesh.shape["tensor"]
     held, params = (sharding.bytes_on_chip(tree) for tree in (state, state.params))
     itemsize = jnp.dtype(model.compute_dtype or "float32").itemsize
+    tx = make_optimizer(config.optimizer, Parameters(model, mesh), config.optimizer.learning_rate)
+    further = len(requests_of(tx))  # gradients that wait for the update beside the usual one
     is_plain = choose_attention(model, platform).implementation == "plain"
     table = model.padded_vocab_size * model.embed_dim * (4 + itemsize)  # whole, and its gradient
 
@@ -242,7 +246,7 @@ def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimat
         vectors = _VECTORS_KEPT[remat]
         if remat is None and platform in sharding.GPUS:
             vectors = _VECTORS_KEPT_BY_GPUS
-        gradients = params * (2 if config.microbatches > 1 else 1)
+        gradients = params * ((2 if config.microbatches > 1 else 1) + further)
         tokens = config.microbatch_size // shards * model.max_seq_len
         vector = tokens * model.embed_dim * itemsize // tensor
         # Logits in float32 and probabilities of one layer, of each head with every earlier token.

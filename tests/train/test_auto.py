@@ -6,12 +6,12 @@ import json
 import jax.numpy as jnp
 import pytest
 from refusals import refused
-from tiny import MODEL, short_config, tiny_config
+from tiny import MODEL, short_config, sophia, tiny_config
 
 from maxmars.cli import main
-from maxmars.config import EvalConfig, MeshConfig
+from maxmars.config import EvalConfig, MarsConfig, MeshConfig
 from maxmars.config.mesh import check_mesh
-from maxmars.distributed.sharding import make_mesh
+from maxmars.distributed.sharding import bytes_on_chip, make_mesh
 from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters, init_params
 from maxmars.plan import get_topology
@@ -280,6 +280,20 @@ def test_the_fewest_microbatches_that_fit():
     ]
     assert chosen(1000).num_microbatches == 60
     assert "not even the last fits" in logged[-1]
+
+
+def test_each_gradient_that_the_optimizer_requests_counts():
+    def beside_the_state(optimizer):
+        config = dataclasses.replace(UNSET, optimizer=optimizer)
+        parameters = Parameters(config.model, make_mesh(config.mesh))
+        state = abstract_train_state(config, parameters)
+        estimate = make_estimate(config, parameters.mesh, state)
+        assert estimate is not None
+        return estimate(config) - bytes_on_chip(state), bytes_on_chip(state.params)
+
+    usual, params = beside_the_state(MarsConfig())
+    assert beside_the_state(MarsConfig(exact=True))[0] == usual + params
+    assert beside_the_state(sophia(10))[0] == usual + params
 
 
 @pytest.mark.slow
