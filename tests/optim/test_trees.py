@@ -150,18 +150,21 @@ def test_update_takes_a_module_with_functions_where_there_is_no_gradient(make):
 
 
 @pytest.mark.parametrize("make", [mars, muon, soap], ids=lambda make: make.__name__)
-def test_functions_of_parameters_are_called_with_parameters_in_init_and_update(make):
-    seen = []
+def test_functions_are_called_once_in_init_and_once_in_update_with_the_parameters(make):
+    seen = {"mask": [], "specs": []}
 
     def mask(params):
-        seen.append({leaf.dtype for leaf in jax.tree.leaves(params)})
-        return jax.tree.map(lambda leaf: leaf.dtype == jnp.float32, params)
+        seen["mask"].append(params["norm"].dtype)
+        return {"norm": params["norm"].dtype == jnp.bfloat16}
 
-    tx = make(0.1, weight_decay=1.0, mask=mask)
-    params, grads = {"norm": jnp.ones(4)}, {"norm": jnp.zeros(4, jnp.bfloat16)}
+    def specs(params):
+        seen["specs"].append(params["norm"].dtype)
+        return {"norm": None}
+
+    tx = make(0.1, weight_decay=1.0, mask=mask, matrix_specs=specs)
+    params, grads = {"norm": jnp.ones(4, jnp.bfloat16)}, {"norm": jnp.zeros(4)}
     updates, _ = tx.update(grads, tx.init(params), params)
-    assert seen
-    assert all(dtypes == {jnp.dtype("float32")} for dtypes in seen)
+    assert seen == dict.fromkeys(seen, [jnp.dtype("bfloat16")] * 2)
     if make is not muon:  # whose vectors do not decay
         assert (updates["norm"] < 0).all()
 
