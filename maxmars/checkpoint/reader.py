@@ -527,7 +527,8 @@ def _check_version(path: Any, meta: dict[str, Any]) -> None:
         raise ValueError(
             f"{path} was written in format {version} by maxmars "
             f"{environment.get('maxmars', '0.1')} of commit {commit}, but {problem}. Use it with "
-            f"that code (`git checkout {commit}` in maxmars's repository)."
+            f"that code (`git checkout {commit}` in maxmars's repository); a directory that its "
+            "`maxmars export` writes is what --init-from takes here."
         )
 
 

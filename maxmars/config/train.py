@@ -335,8 +335,7 @@ def from_dict(value: Any) -> Any:
     name = value["type"]
     if name in _REMOVED_OPTIMIZERS:
         raise ValueError(
-            f"{name} is gone: start anew with --optimizer.make {_REMOVED_OPTIMIZERS[name]}, "
-            "--init-from its weights."
+            f"{name} is gone: train a new run with --optimizer.make {_REMOVED_OPTIMIZERS[name]}."
         )
     if name not in _CONFIG_CLASSES:
         raise ValueError(f"unknown config type {name!r}; known: {', '.join(_CONFIG_CLASSES)}.")
