@@ -8,6 +8,7 @@ import numpy as np
 from token_directories import write_shards
 
 from maxmars.checkpoint import read
+from maxmars.checkpoint.journal import Began
 from maxmars.config import (
     AdamWConfig,
     CheckpointConfig,
@@ -21,6 +22,7 @@ from maxmars.config import (
     ScheduleConfig,
     TokenShardsConfig,
     TrainConfig,
+    to_dict,
 )
 from maxmars.data.batches import ValidationBatches
 from maxmars.model.parameters import Parameters
@@ -135,3 +137,18 @@ def first_difference(one, other) -> str | None:
     ours, theirs = (read(run / "checkpoints").digests for run in (one, other))
     wrong = [name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)]
     return f"arrays differ: {wrong}" if wrong else None
+
+
+def began_at(step, *, start=0.0):
+    """The line that a session of some run begins with."""
+    return Began(
+        step=step,
+        start=start,
+        digest="",
+        position=0,
+        command=None,
+        config=to_dict(tiny_config()),
+        data="",
+        environment={},
+        init_from=None,
+    )

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from maxmars.checkpoint.digest import combine, digest
-from maxmars.checkpoint.journal import read_journal
+from maxmars.checkpoint.journal import Began, Rewound, Saved, read_journal, session_starts
 from maxmars.checkpoint.lock import FileLock, is_owned
 from maxmars.compare.cells import (
     Cell,
@@ -294,7 +294,7 @@ def run_cell(
             loss = math.inf
     rows = read_metrics(directory)
     lines = read_journal(directory)
-    states = [line["digest"] for line in lines if "digest" in line]
+    states = [line.digest for line in lines if isinstance(line, Began | Saved | Rewound)]
     return CellResult(
         cell=cell,
         loss=loss,
@@ -307,7 +307,7 @@ def run_cell(
         train_losses=tuple((r["step"], float(r["train/loss"])) for r in rows if "train/loss" in r),
         final_state=states[-1] if states and diverged is None else None,
         environment=read_json(directory / ENVIRONMENT) or {},
-        data=next((line["data"] for line in reversed(lines) if "data" in line), None),
+        data=next((began.data for began in reversed(session_starts(lines))), None),
     )
 
 

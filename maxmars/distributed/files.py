@@ -415,21 +415,25 @@ def _ends_with_newline(file: IO[bytes]) -> bool:
     return file.read(1) == b"\n"
 
 
-def read_json_lines(path: Workdir, *keys: str) -> list[dict[str, Any]]:
-    """The JSON objects in a file of lines, those that have all of `keys`; none without a file.
+def read_json_lines(
+    path: Workdir, *keys: str, parse: Callable[[dict[str, Any]], Any] = dict
+) -> list[Any]:
+    """What `parse` makes of the JSON objects in a file of lines, those that have all of `keys`;
+    none without a file.
 
-    Other lines are skipped, and a warning counts them, once in a process. A last line without an
-    end was being written when the process was killed, and is skipped silently.
+    Other lines, and those of which it raises KeyError, are skipped, and a warning counts them, once
+    in a process. A last line without an end was being written when the process was killed, and is
+    skipped silently.
     """
     *lines, _ = (_read_bytes(path) or b"").split(b"\n")
     values, damaged = [], []
     for number, line in enumerate(lines, 1):
-        value = None
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, KeyError):
             value = parse_json(line)  # bytes: JSON is UTF-8, anything else is a ValueError
-        if isinstance(value, dict) and all(key in value for key in keys):
-            values.append(value)
-        elif line.strip():
+            if isinstance(value, dict) and all(key in value for key in keys):
+                values.append(parse(value))
+                continue
+        if line.strip():
             damaged.append(number)
     if damaged:
         _warn_of_damaged(os.fspath(path), len(damaged), damaged[0])

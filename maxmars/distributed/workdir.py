@@ -27,7 +27,9 @@ KEPT_SOURCES = {
 }
 
 # What happened. Files of lines only grow, but for the lines of steps that are made again.
-JOURNAL = "journal.jsonl"  # what each session began with, saved and ended with; train/journal.py
+JOURNAL = (
+    "journal.jsonl"  # what each session began with, saved and ended with; checkpoint/journal.py
+)
 METRICS = "metrics.jsonl"  # `step`, `tokens` and metrics; train/metrics.py
 SUMMARY = "summary.json"  # what the run came to, at the end of a session; train/summary.py
 LOGS = "logs"  # host_000.log of each process, what it printed; distributed/progress.py

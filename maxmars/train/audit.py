@@ -1,9 +1,9 @@
 """Check by its journal that a run is one trajectory: what is in its workdir was computed in order.
 
-The journal (see `journal.py`) must be whole, each line after the one above it. Its trajectory leads
-from the first step to the newest checkpoint. Each checkpoint that is still there must be one of it,
-and hold the arrays that its line names. `--replay` computes some steps again. Whether the metrics
-are as they were recorded is said beside the verdict: no step depends on them.
+The journal (see `checkpoint/journal.py`) must be whole, each line after the one above it. Its
+trajectory leads from the first step to the newest checkpoint. Each checkpoint that is still there
+must be one of it, and hold the arrays that its line names. `--replay` computes some steps again.
+Whether the metrics are as they were recorded is said beside the verdict: no step depends on them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,20 @@ import jax
 from maxmars.checkpoint import find, list_steps, load, read
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since
-from maxmars.checkpoint.journal import Line, config_of, hash_of, read_journal
+from maxmars.checkpoint.journal import (
+    Began,
+    Line,
+    Rewound,
+    Saved,
+    broken_links,
+    changes_of_config,
+    complete_save,
+    lines_until,
+    metrics_changed_since,
+    read_journal,
+    session_starts,
+    trajectory,
+)
 from maxmars.checkpoint.reader import DamagedError, check_arrays, require_64_bits
 from maxmars.checkpoint.writer import Retention
 from maxmars.config import (
@@ -44,15 +57,6 @@ from maxmars.distributed.workdir import (
 )
 from maxmars.model.parameters import Parameters
 from maxmars.train.auto import with_remat
-from maxmars.train.journal import (
-    began_in,
-    broken_links,
-    changes_of_config,
-    complete_save,
-    lines_to,
-    metrics_changed_since,
-    trajectory,
-)
 from maxmars.train.metrics import read_metrics, validation_losses
 from maxmars.train.resolve import Recorded, resolve_config
 from maxmars.train.resume import fixed_schedule, rounding_changes, rounding_of
@@ -150,17 +154,17 @@ def audit(
     if compare_arrays:
         require_64_bits(newest)
     lines = read_journal(directory)
-    told = lines_to(lines, newest.journal)
-    chain = trajectory(told or ())
+    lines_until_newest = lines_until(lines, newest.journal)
+    chain = trajectory(lines_until_newest or ())
     problems = [
-        f"{JOURNAL} is not whole: its line `{line['kind']}` of step {line['step']} was not written "
+        f"{JOURNAL} is not whole: its line `{line.kind}` of step {line.step} was not written "
         "after the line above it"
         for line in broken_links(lines)
     ]
-    if told is None:
+    if lines_until_newest is None:
         problems.append(f"{JOURNAL} lacks the line of the checkpoint of step {newest.step}")
     summary = read_json(directory / SUMMARY) or {}
-    if summary.get("journal") and lines_to(lines, summary["journal"]) is None:
+    if summary.get("journal") and lines_until(lines, summary["journal"]) is None:
         problems.append(f"{JOURNAL} lacks its last line of step {summary['step']}, see {SUMMARY}")
     problems += _check_links(chain)
     if (complete := complete_save(lines)) > list_steps(checkpoints)[-1]:
@@ -186,13 +190,13 @@ def audit(
         workdir=str(directory),
         last_step=newest.step,
         lines=len(chain),
-        sessions=len(began_in(chain)),
-        changes=_changes(began_in(chain)),
-        config_changes=[f"at step {s}: {told}" for s, told in changes_of_config(chain).items()],
+        sessions=len(session_starts(chain)),
+        changes=_changes(session_starts(chain)),
+        config_changes=[f"at step {s}: {text}" for s, text in changes_of_config(chain).items()],
         rewinds=rewinds_in_words(chain),
         problems=problems,
         code=list(_unrecorded_code(directory, config)),
-        metrics=None if told is None else metrics,
+        metrics=None if lines_until_newest is None else metrics,
         uncovered_metrics=sum(row["step"] > newest.step for row in rows),
         replayed=replayed,
     )
@@ -213,30 +217,31 @@ def _without_evaluations(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, eval=EvalConfig(every=None), checkpoint=kept)
 
 
-def _check_links(chain: Sequence[Line]) -> list[str]:
+def _check_links(chain: Sequence[Began | Saved | Rewound]) -> list[str]:
     """Each line goes on from the state, and the data, of the one before."""
     problems, batch_size = [], 0
     for before, after in zip([None, *chain], chain, strict=False):
-        step = after["step"]
-        if after["kind"] in ("began", "rewound"):
-            what = f"the session that began at step {step}"
-            if after["kind"] == "rewound":
-                what = f"the run that was rewound to step {step}"
-            else:
-                batch_size = after["config"]["global_batch_size"]
-            if before is None and not step:
+        if isinstance(after, Saved):
+            if before is None:
                 continue
-            if before is None or (before["step"], before["digest"]) != (step, after["digest"]):
-                problems.append(f"{what} had another state")
-            elif before["position"] + after.get("skip_examples", 0) != after["position"]:
-                problems.append(f"{what} had other data")
-        elif before is not None:
-            taken = after["position"] - before["position"]
-            if taken != (step - before["step"]) * batch_size:
+            taken = after.position - before.position
+            if taken != (after.step - before.step) * batch_size:
                 problems.append(
-                    f"{taken} examples were read between steps {before['step']} and {step}"
+                    f"{taken} examples were read between steps {before.step} and {after.step}"
                 )
-    data = {line["data"] for line in began_in(chain)}
+            continue
+        what, skipped = f"the session that began at step {after.step}", 0
+        if isinstance(after, Rewound):
+            what, skipped = f"the run that was rewound to step {after.step}", after.skip_examples
+        else:
+            batch_size = after.config["global_batch_size"]
+        if before is None and not after.step:
+            continue
+        if before is None or (before.step, before.digest) != (after.step, after.digest):
+            problems.append(f"{what} had another state")
+        elif before.position + skipped != after.position:
+            problems.append(f"{what} had other data")
+    data = {began.data for began in session_starts(chain)}
     if len(data) > 1:
         problems.append(f"the sessions read {len(data)} different data")
     return problems
@@ -253,7 +258,7 @@ def _check_checkpoints(
 ) -> list[str]:
     """Each checkpoint is one that the trajectory names, with the arrays of its digests; one that
     is not among those `kept` may be damaged, or gone."""
-    problems, saved = [], {hash_of(line) for line in chain if line["kind"] == "saved"}
+    problems, saved = [], {line.hash for line in chain if isinstance(line, Saved)}
     for step in steps:
         try:
             checkpoint = read(directory, step)
@@ -275,36 +280,37 @@ def _check_checkpoints(
     return problems
 
 
-def _changes(began: Sequence[Line]) -> list[str]:
+def _changes(began: Sequence[Began]) -> list[str]:
     """What changed from session to session that may change the rounding, by step."""
     changes = []
     for before, after in itertools.pairwise(began):
-        earlier, now = before["environment"], after["environment"]
+        earlier, now = before.environment, after.environment
         differing = changes_since(earlier, now)
         for name in ("mesh", "device_kinds", "num_devices", "num_processes"):
             if earlier.get(name) != now.get(name):
                 differing.append(f"{name} {earlier.get(name)} -> {now.get(name)}")
         roundings = [
             {"global_batch_size": config.global_batch_size, **rounding_of(config, here["platform"])}
-            for config, here in ((config_of(before), earlier), (config_of(after), now))
+            for config, here in ((before.train_config(), earlier), (after.train_config(), now))
         ]
         differing += rounding_changes(*roundings)
-        changes += [f"at step {after['step']}: {', '.join(differing)}"] if differing else []
+        changes += [f"at step {after.step}: {', '.join(differing)}"] if differing else []
     return changes
 
 
 def _range_to_replay(
     steps: Sequence[int], chain: Sequence[Line], count: int
-) -> tuple[int, int, Line]:
+) -> tuple[int, int, Began]:
     """The last `count` steps that can be computed again, as the steps before the first and of the
     last of them, and the session that made them.
 
     Raises:
       ValueError: there are none.
     """
-    saved = {line["step"]: line for line in chain if line["kind"] == "saved"}
+    saved = {line.step for line in chain if isinstance(line, Saved)}
     # The state of step 0 is made anew, if it was made from the seed.
-    is_from_seed = chain[0]["step"] == 0 and chain[0]["init_from"] is None
+    began = chain[0]
+    is_from_seed = isinstance(began, Began) and began.step == 0 and began.init_from is None
     starts = sorted({*steps, *([0] if is_from_seed else [])})
     ranges = [(first, first + count) for first in reversed(starts) if first + count in saved]
     if not ranges:
@@ -317,7 +323,7 @@ def _range_to_replay(
     first, last, makers = next((some for some in made if len(some[2]) == 1), made[0])
     began, *others = makers
     if others:
-        when = " or ".join(str(other["step"]) for other in others)
+        when = " or ".join(str(other.step) for other in others)
         raise ValueError(
             f"--replay {count}: config or code changed on the way, or the run was rewound, at step "
             f"{when}; take another K."
@@ -330,14 +336,14 @@ def _replay(
     chain: Sequence[Line],
     first: int,
     last: int,
-    began: Line,
+    began: Began,
     log: Callable[[str], None],
 ) -> tuple[str | None, str | None]:
     """Compute steps again; what was done, and what came out wrong."""
-    saved = {line["step"]: line["digest"] for line in chain if line["kind"] == "saved"}
-    sessions = 1 + sum(first < line["step"] < last for line in began_in(chain))
+    saved = {line.step: line.digest for line in chain if isinstance(line, Saved)}
+    sessions = 1 + sum(first < began.step < last for began in session_starts(chain))
     steps = f"steps {first + 1} to {last}" + f" (of {sessions} sessions)" * (sessions > 1)
-    config = _without_evaluations(config_of(began))
+    config = _without_evaluations(began.train_config())
     with about(f"--replay {last - first}, steps {first + 1} to {last}"):
         parts = {
             part: recorded_code(getattr(config, part), directory.parent, folder)
@@ -354,12 +360,12 @@ def _replay(
     )
 
 
-def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
-    """The sessions that made the steps after `first` up to `last`; one that made them as the one
-    before does not count."""
+def _makers(chain: Sequence[Line], first: int, last: int) -> list[Began]:
+    """The sessions that made the steps after `first` up to `last`. Sessions with equal training
+    configs count once."""
 
-    def of_steps(began: Line) -> TrainConfig:
-        config = _without_evaluations(config_of(began))
+    def of_steps(began: Began) -> TrainConfig:
+        config = _without_evaluations(began.train_config())
         return dataclasses.replace(
             config,
             num_steps=last,
@@ -368,13 +374,13 @@ def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
             log=LogConfig(),
         )
 
-    makers: list[Line] = []
+    makers: list[Began] = []
     for before, line in zip([None, *chain], chain, strict=False):
-        if line["kind"] != "began":
+        if not isinstance(line, Began):
             continue
-        if line["step"] <= first:
+        if line.step <= first:
             makers = [line]
-        elif line["step"] < last and (
+        elif line.step < last and (
             _changes_data_or_state(before) or differences(of_steps(makers[-1]), of_steps(line))
         ):
             makers.append(line)
@@ -383,13 +389,13 @@ def _makers(chain: Sequence[Line], first: int, last: int) -> list[Line]:
 
 def _changes_data_or_state(line: Line | None) -> bool:
     """Whether it is a rewind after which the steps are others than before."""
-    return line is not None and bool(line.get("skip_examples") or line.get("new_optimizer_state"))
+    return isinstance(line, Rewound) and (line.skip_examples > 0 or line.new_optimizer_state)
 
 
 def _digest_after(
     directory: Any,
     chain: Sequence[Line],
-    began: Line,
+    began: Began,
     config: TrainConfig,
     first: int,
     last: int,
@@ -401,25 +407,24 @@ def _digest_after(
     requested = dataclasses.replace(config, num_microbatches=None)
     if "model.remat" in config.asked:
         requested = with_remat(requested, "auto")
-    recorded = Recorded(config, began["environment"])
+    recorded = Recorded(config, began.environment)
     resolved = resolve_config(requested, Parameters(config.model, mesh), recorded=recorded)
     for text in resolved.messages:
         log(text)
     training = open_training(resolved)
-    if training.data_digest != began["data"]:
+    if training.data_digest != began.data:
         raise ValueError(f"the data in {config.data} are others than those of the run.")
     if config.data.verify:
         log("comparing the tokens with their checksums")
         verify_split(training.data.files, "train", hashed_by(directory.parent))
     state, position = None, 0
     if first in list_steps(directory):  # as is step 0 of a run from other weights
-        nothing: Line = {"skip_examples": 0, "new_optimizer_state": False}
-        rewinds = (line for line in chain if line["kind"] == "rewound" and line["step"] == first)
-        rewound = next(rewinds, nothing)
+        rewinds = (line for line in chain if isinstance(line, Rewound) and line.step == first)
+        rewound = next(rewinds, None)
         _, state, position = training.restore(
             lambda stored: load(directory, stored(read(directory, first)), first),
-            skip_examples=rewound["skip_examples"],
-            new_optimizer_state=rewound["new_optimizer_state"],
+            skip_examples=0 if rewound is None else rewound.skip_examples,
+            new_optimizer_state=rewound is not None and rewound.new_optimizer_state,
         )
     else:
         state = training.new_state()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from maxmars.checkpoint import Checkpoint
-from maxmars.checkpoint.journal import read_journal
+from maxmars.checkpoint.journal import lines_until, read_journal, session_starts, trajectory
 from maxmars.checkpoint.reader import DamagedError
 from maxmars.config import ModelConfig, to_dict
 from maxmars.config.checks import require
@@ -28,7 +28,6 @@ from maxmars.eval.report import harness_rows
 from maxmars.eval.trained_model import Exported, HFTarget
 from maxmars.model.parameters import Parameters
 from maxmars.train.audit import audit
-from maxmars.train.journal import began_in, lines_to, trajectory
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import (
     evaluated_in_words,
@@ -133,12 +132,12 @@ def _training(stored: Checkpoint, model: ModelConfig) -> list[tuple[str, Any]]:
     """Names and values of what the run recorded up to the checkpoint of a model."""
     config, here, run = stored.config, stored.environment, _run_of(stored)
     mesh = " ".join(f"{axis}={size}" for axis, size in here["mesh"].items())
-    began = began_in(trajectory(lines_to(read_journal(run), stored.journal) or []))
-    first = (began[0]["init_from"] or {}).get("weights", "random") if began else "not recorded"
+    began = session_starts(trajectory(lines_until(read_journal(run), stored.journal) or []))
+    first = (began[0].init_from or {}).get("weights", "random") if began else "not recorded"
     first = first.replace("/checkpoints/", ", step ")
     losses = {row["step"]: row["train/loss"] for row in read_metrics(run) if "train/loss" in row}
     settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
-    commands = {line["command"] or "a call in Python": line["step"] for line in reversed(began)}
+    commands = {line.command or "a call in Python": line.step for line in reversed(began)}
     return [
         ("steps", f"{stored.step:,} of {config.num_steps:,}, {stored.tokens:,} tokens"),
         ("batch", f"{config.global_batch_size:,} sequences of {config.model.max_seq_len:,} tokens"),

@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
+from maxmars.checkpoint.journal import PrefixHash
 from maxmars.distributed import processes
 from maxmars.distributed.files import LineFile, Workdir, json_number, read_json_lines, write_text
 from maxmars.distributed.workdir import METRICS
 from maxmars.train.trackers import Trackers
-
-
-class Mark(NamedTuple):
-    """The first lines of the metrics: how many, and a chain of SHA-256, in hex, of each line behind
-    the digest of those before it."""
-
-    lines: int = 0
-    sha256: str = ""
-
-    def after(self, line: Mapping[str, Any]) -> Mark:
-        """With one line more."""
-        text = f"{self.sha256}\n{json.dumps(line)}"
-        return Mark(self.lines + 1, hashlib.sha256(text.encode()).hexdigest())
 
 
 class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
@@ -57,7 +44,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         """The lines that were there, in the primary process."""
         self.last: dict[str, tuple[int, Any]] = {}
         """Step and value of the newest line with each key, in the primary process."""
-        self.mark = Mark()
+        self.prefix = PrefixHash()
         """Of all lines, in the primary process."""
         if processes.is_primary():
             path = workdir / METRICS
@@ -67,7 +54,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
                 write_text(path, "".join(json.dumps(line) + "\n" for line in self.kept))
             self.last = {key: (line["step"], line[key]) for line in self.kept for key in line}
             for line in self.kept:
-                self.mark = self.mark.after(line)
+                self.prefix = self.prefix.after(line)
             self._lines = LineFile(path, may_write)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -76,7 +63,7 @@ class MetricsWriter(contextlib.AbstractContextManager["MetricsWriter"]):
         if self._lines is not None:
             line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
             self._lines.write(json.dumps(line, allow_nan=False))
-            self.mark = self.mark.after(line)
+            self.prefix = self.prefix.after(line)
             self.last |= {key: (step, value) for key, value in line.items()}
         self._trackers.each(lambda tracker: tracker.write(step, metrics))
 

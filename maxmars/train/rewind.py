@@ -10,18 +10,24 @@ often the run is started before that (`journal.rewound_to`).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from maxmars.checkpoint import Checkpoint, candidates, find, list_steps
-from maxmars.checkpoint.journal import Line, read_journal
+from maxmars.checkpoint.journal import (
+    Line,
+    Rewound,
+    Saved,
+    below,
+    read_journal,
+    rewound_to,
+    session_starts,
+)
 from maxmars.checkpoint.lock import acquire
 from maxmars.checkpoint.reader import check_arrays
 from maxmars.distributed.files import read_text, resolve, set_aside, write_text
 from maxmars.distributed.workdir import JOURNAL, WANDB
-from maxmars.train.journal import began_in, make_line, rewound_to
 
 
 def rewind(
@@ -63,15 +69,15 @@ def rewind(
         if newer or skip_examples or new_optimizer_state or rewound_to(lines, to):
             if (directory / WANDB).exists():  # so that its charts have one value a step
                 set_aside(directory / WANDB, "rewound")
-            fields = {
-                "from": next((s["step"] for s in lines[::-1] if s["kind"] == "saved"), to),
-                "digest": checkpoint.digest,
-                "position": checkpoint.data_position + skip_examples,
-                "skip_examples": skip_examples,
-                "new_optimizer_state": new_optimizer_state,
-            }
-            line = make_line(lines[-1] if lines else None, "rewound", to, fields, seconds={})
-            _append(directory, line)
+            line = Rewound(
+                step=to,
+                from_=next((line.step for line in lines[::-1] if isinstance(line, Saved)), to),
+                digest=checkpoint.digest,
+                position=checkpoint.data_position + skip_examples,
+                skip_examples=skip_examples,
+                new_optimizer_state=new_optimizer_state,
+            )
+            _append(directory, below(lines[-1] if lines else None, line, seconds={}))
             for step in newer[::-1]:
                 target = set_aside(checkpoints / str(step), "rewound")
                 log(f"checkpoint {step} is now {target.name}; delete it if you wish")
@@ -81,7 +87,8 @@ def rewind(
     finally:
         if lock is not None:
             lock.release()
-    return began_in(lines)[-1]["command"] if began_in(lines) else None
+    began = session_starts(lines)
+    return began[-1].command if began else None
 
 
 def _sound(checkpoints: Any, step: int) -> Checkpoint:
@@ -96,20 +103,20 @@ def _append(directory: Any, line: Line) -> None:
     """Write the journal with one line more, below one that a kill may have cut off."""
     text = read_text(directory / JOURNAL) or ""
     text += "\n" * (not text.endswith("\n") and bool(text))
-    write_text(directory / JOURNAL, f"{text}{json.dumps(line)}\n")
+    write_text(directory / JOURNAL, f"{text}{line.text}\n")
 
 
 def rewinds_in_words(chain: Iterable[Line]) -> list[str]:
     """The rewinds of a trajectory, each in a line."""
     rewinds = []
     for line in chain:
-        if line["kind"] == "rewound":
-            back = f" from step {line['from']:,}" if line["from"] > line["step"] else ""
-            told = [f"to step {line['step']:,}{back}"]
-            if line["skip_examples"]:
-                start = line["position"] - line["skip_examples"]
-                told.append(f"examples {start:,} to {line['position']:,} left out")
-            if line["new_optimizer_state"]:
+        if isinstance(line, Rewound):
+            back = f" from step {line.from_:,}" if line.from_ > line.step else ""
+            told = [f"to step {line.step:,}{back}"]
+            if line.skip_examples:
+                start = line.position - line.skip_examples
+                told.append(f"examples {start:,} to {line.position:,} left out")
+            if line.new_optimizer_state:
                 told.append("a new state of the optimizer")
             rewinds.append(", ".join(told))
     return rewinds

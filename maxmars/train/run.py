@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
-from maxmars.checkpoint.journal import Line, read_journal
+from maxmars.checkpoint.journal import Began, Rewound, line_of, read_journal, rewound_to
 from maxmars.config import ModuleConfig, TrainConfig, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.train import with_own_defaults
@@ -59,7 +59,7 @@ from maxmars.train.agreement import check_agreement
 from maxmars.train.auto import check_memory, gathered_bytes, slow_network_warning
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom, Initial, load_initial
-from maxmars.train.journal import Journal, rewound_to
+from maxmars.train.journal import Journal
 from maxmars.train.metrics import MetricsWriter, validation_losses
 from maxmars.train.optimizer import describe_parameters, note_on_package, summarize_rules
 from maxmars.train.resolve import Recorded, resolve_config
@@ -120,7 +120,7 @@ class _Checked:
     """What the run continues from; None for a new one."""
     initial: Initial | None
     """The weights that a new run starts from; None draws them at random."""
-    rewound: Line | None
+    rewound: Rewound | None
     """The line of the rewind that the run goes on from; None without one."""
     messages: Sequence[str]
     """Lines about choices, to print once the log of this host is open."""
@@ -172,23 +172,23 @@ def open_run(
         trackers=open_trackers(config, workdir, step, log=progress.message),
     )
     stack.enter_context(writer)
-    began = {
-        "step": step,
-        "digest": state_digest,
-        "position": position,
-        "command": command,
-        "config": to_dict(config),
-        "data": training.data_digest,
-        "environment": checked.environment,
-    }
-    if saved is None:  # a run that goes on has the origin of its first session
-        began["init_from"] = None if checked.initial is None else checked.initial.origin
+    began = Began(
+        step=step,
+        start=clock.start,
+        digest=state_digest,
+        position=position,
+        command=command,
+        config=to_dict(config),
+        data=training.data_digest,
+        environment=checked.environment,
+        init_from=None if checked.initial is None else checked.initial.origin,
+    )
     journal = Journal(
         workdir,
         clock,
         began,
         checkpoint=journal_hash,
-        mark=lambda: writer.mark,
+        prefix=lambda: writer.prefix,
         may_write=may_write,
     )
     stack.enter_context(journal)
@@ -235,7 +235,7 @@ def _check(
             requested,
             parameters=parameters,
             overrides=resume_overrides,
-            new_optimizer_state=rewound is not None and rewound["new_optimizer_state"],
+            new_optimizer_state=rewound is not None and rewound.new_optimizer_state,
             log=progress.message,
         )
     with clock("start", "opening the data"):
@@ -283,10 +283,17 @@ def _check(
     )
 
 
-def _rewound(workdir: Workdir, step: int) -> Line | None:
+def _rewound(workdir: Workdir, step: int) -> Rewound | None:
     """`rewound_to` by the journal, which process 0 reads."""
-    text = processes.text_from_primary(lambda: json.dumps(rewound_to(read_journal(workdir), step)))
-    return json.loads(text or "null")
+
+    def read() -> str:
+        rewound = rewound_to(read_journal(workdir), step)
+        return "null" if rewound is None else rewound.text
+
+    values = json.loads(processes.text_from_primary(read) or "null")
+    line = None if values is None else line_of(values)
+    assert line is None or isinstance(line, Rewound)
+    return line
 
 
 def _slow_network(config: TrainConfig, parameters: Parameters) -> list[str]:
@@ -366,14 +373,14 @@ def _restore(
         return None, checked.initial.state, 0
     if checked.saved is None:
         return None, training.new_state(), 0
-    is_new = rewound is not None and rewound["new_optimizer_state"]
+    is_new = rewound is not None and rewound.new_optimizer_state
     restored = training.restore(
         functools.partial(
             checkpointer.restore,
-            step=None if rewound is None else rewound["step"],  # no older one, if it is damaged
+            step=None if rewound is None else rewound.step,  # no older one, if it is damaged
             whole=not is_new,
         ),
-        skip_examples=0 if rewound is None else rewound["skip_examples"],
+        skip_examples=0 if rewound is None else rewound.skip_examples,
         new_optimizer_state=is_new,
     )
     saved, position = restored.checkpoint, restored.position

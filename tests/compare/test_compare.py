@@ -20,7 +20,7 @@ from made_up import cell_result, change_comparison, change_rows
 
 from maxmars import cli
 from maxmars.checkpoint import read
-from maxmars.checkpoint.journal import read_journal
+from maxmars.checkpoint.journal import read_journal, session_starts
 from maxmars.compare.cells import (
     Cell,
     Comparison,
@@ -35,7 +35,6 @@ from maxmars.compare.run import compare
 from maxmars.compare.summary import summarize
 from maxmars.config import AdEMAMixConfig
 from maxmars.train import train
-from maxmars.train.journal import began_in
 
 LION = Cell(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
 ROOT = Path(__file__).parents[2]
@@ -383,7 +382,7 @@ def test_any_number_of_processes_share_the_cells_and_one_that_is_killed_is_repla
     assert {cell: result.loss for cell, result in other.items()} == {
         cell: result.loss for cell, result in one.items()
     }
-    starts = [[line["step"] for line in began_in(read_journal(cell))] for cell in cells]
+    starts = [[line.step for line in session_starts(read_journal(cell))] for cell in cells]
     (continued,) = (steps for steps in starts if len(steps) == 2)
     assert continued[0] == 0 < continued[1]
     assert (shared / "results.csv").read_text().count("\n") == 3

@@ -8,9 +8,10 @@ import re
 import sys
 
 import pytest
-from tiny import tiny_config
+from tiny import began_at, tiny_config
 
 from maxmars import cli
+from maxmars.checkpoint.journal import Ended, PrefixHash
 from maxmars.compare.curves import Curve, Line, Logged, norms_by_component, read_run
 from maxmars.compare.figures import (
     draw_losses,
@@ -198,9 +199,8 @@ def test_the_report_of_runs(tmp_path, capsys):
     rows = [text, *(json.dumps(row | norms) for row in rows), ""]
     (one / "metrics.jsonl").write_text("\n".join(rows))
     seconds = {"steps": 90.0, "checkpoint": 10.0}
-    began = {"kind": "began", "step": 0, "start": 0.0, "command": None, "before": None}
-    lines = [began | {"seconds": {}}, began | {"kind": "ended", "step": 20, "seconds": seconds}]
-    (one / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [began_at(0), Ended(step=20, seconds=seconds, done=True, metrics=PrefixHash())]
+    (one / "journal.jsonl").write_text("".join(line.text + "\n" for line in lines))
     out = ["--out", str(tmp_path / "out")]
     cli.main(["report", str(one), str(two), *out])
     *table, last = capsys.readouterr().out.splitlines()

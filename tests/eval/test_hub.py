@@ -13,12 +13,11 @@ from running import finish_well, free_port, start_python
 from tiny import MODEL, short_config
 
 from maxmars import cli
-from maxmars.checkpoint.journal import read_journal
+from maxmars.checkpoint.journal import read_journal, session_starts
 from maxmars.data.tokenizer import ByteTokenizer, save
 from maxmars.eval import load
 from maxmars.eval.trained_model import export_model
 from maxmars.train import InitFrom, train
-from maxmars.train.journal import began_in
 
 TOKEN = "hf_aSecretThatNobodyMaySee"
 
@@ -184,7 +183,7 @@ def config(tmp_path):
 
 
 def start_of(workdir):
-    return began_in(read_journal(workdir))[-1]["init_from"]
+    return session_starts(read_journal(workdir))[-1].init_from
 
 
 @pytest.mark.slow

@@ -187,6 +187,21 @@ def a_damaged_line(workdir):
     return "journal.jsonl is not whole: its line `saved` of step 4 was not written after the line"
 
 
+def a_line_without_a_field(workdir):
+    edit(workdir / "journal.jsonl", 1, lambda row: [{k: row[k] for k in row if k != "position"}])
+    return "journal.jsonl is not whole: its line `saved` of step 4 was not written after the line"
+
+
+def a_line_of_no_kind(workdir):
+    edit(workdir / "journal.jsonl", 1, lambda row: [row | {"kind": "stored"}])
+    return "journal.jsonl is not whole: its line `saved` of step 4 was not written after the line"
+
+
+def a_field_more(workdir):
+    edit(workdir / "journal.jsonl", 1, lambda row: [row | {"note": "all is well"}])
+    return "journal.jsonl is not whole: its line `saved` of step 4 was not written after the line"
+
+
 def a_lost_last_end(workdir):
     edit(workdir / "journal.jsonl", 6, lambda row: None)
     return "journal.jsonl lacks its last line of step 6, see summary.json"
@@ -214,6 +229,9 @@ def no_journal(workdir):
         an_edited_line,
         an_edited_newest_save,
         a_damaged_line,
+        a_line_without_a_field,
+        a_line_of_no_kind,
+        a_field_more,
         a_lost_last_end,
         no_journal,
     ],

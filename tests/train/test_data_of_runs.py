@@ -17,11 +17,10 @@ from refusals import refused
 from token_directories import write_nanogpt, write_shards
 
 from maxmars.checkpoint import read
-from maxmars.checkpoint.journal import read_journal
+from maxmars.checkpoint.journal import changes_of_config, read_journal
 from maxmars.cli import main
 from maxmars.config import EvalConfig, TokenShardsConfig
 from maxmars.train import train
-from maxmars.train.journal import changes_of_config
 
 STREAM = np.random.default_rng(0).integers(0, 200, 2000)
 

@@ -1,5 +1,7 @@
 """The journal of a run: what a kill leaves, what damage costs, and what follows from its lines."""
 
+import dataclasses
+import hashlib
 import json
 import shutil
 
@@ -8,7 +10,7 @@ import tiny
 from refusals import refused
 
 from maxmars.checkpoint import read
-from maxmars.checkpoint.journal import read_journal
+from maxmars.checkpoint.journal import Ended, PrefixHash, read_journal
 from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
 from maxmars.config import CheckpointConfig
@@ -155,6 +157,36 @@ def test_a_run_from_imported_weights_goes_on_without_them(folder, run):
     assert (audited.verdict, audited.last_step) == ("one trajectory", 4)
 
 
+LINES = [  # as a run wrote them, in a journal from before its lines had types
+    '{"kind": "began", "time": "2026-11-28 20:00:00 +0000", "step": 0, "start": 1.5, '
+    '"digest": "d0", "position": 0, "command": null, "config": {}, "data": "d", '
+    '"environment": {}, "order": null, "init_from": null, "seconds": {"start": 2.0}, '
+    '"before": null}',
+    '{"kind": "saved", "time": "2026-11-28 20:00:03 +0000", "step": 2, "digest": "d2", '
+    '"position": 32, "tokens": 512, "metrics": {"lines": 2, "sha256": "m"}, '
+    '"seconds": {"start": 2.0, "steps": 1.0}, '
+    '"before": "b"}',
+    '{"kind": "ended", "time": "2026-11-28 20:00:04 +0000", "step": 2, "done": true, '
+    '"metrics": {"lines": 3, "sha256": "n"}, "seconds": {"start": 2.0, "steps": 1.0}, '
+    '"before": "0"}',
+    '{"kind": "rewound", "time": "2026-11-28 20:01:00 +0000", "step": 2, "from": 4, '
+    '"digest": "d2", "position": 37, "skip_examples": 5, "new_optimizer_state": false, '
+    '"seconds": {}, "before": "1"}',
+]
+
+
+def test_lines_are_read_and_written_as_ever(tmp_path):
+    (tmp_path / "journal.jsonl").write_text("".join(f"{line}\n" for line in LINES))
+    lines = read_journal(tmp_path)
+    assert [line.text for line in lines] == LINES
+    for line, text in zip(lines, LINES, strict=True):
+        assert line.hash == hashlib.sha256(text.encode()).hexdigest()
+        anew = dataclasses.replace(line, as_read=None)
+        assert anew.text == text.replace('"order": null, ', "")
+    _, saved, ended, rewound = lines
+    assert (saved.metrics.lines, ended.done, rewound.from_) == (2, True, 4)
+
+
 # --- what follows from the lines ------------------------------------------------------------------
 
 
@@ -177,8 +209,7 @@ def session_of(time, directory, first_step, last_step, *, kill=False):
     every 50 steps."""
     clock = Clock(now=time)
     clock.start = time.now
-    began = {"step": first_step, "digest": "", "position": 0, "command": None, "init_from": None}
-    with Journal(directory, clock, began) as journal:
+    with Journal(directory, clock, tiny.began_at(first_step, start=clock.start)) as journal:
         time.now += 10
         journal.begin([])
         for step in range(first_step, last_step + 1):
@@ -227,14 +258,8 @@ def test_all_time_is_accounted_for_over_a_kill_and_a_later_extension(tmp_path, t
 
 def test_steps_are_lost_back_to_the_earliest_step_that_was_gone_on_from():
     def session(first_step, last_step, start, steps_s):
-        line = {
-            "kind": "began",
-            "step": first_step,
-            "start": float(start),
-            "command": None,
-            "seconds": {},
-        }
-        return [line, line | {"kind": "saved", "step": last_step, "seconds": {"steps": steps_s}}]
+        ended = Ended(step=last_step, seconds={"steps": steps_s}, done=False, metrics=PrefixHash())
+        return [tiny.began_at(first_step, start=float(start)), ended]
 
     # The third went back beyond the checkpoint that the second had gone on from.
     lines = [*session(0, 10, 0, 10.0), *session(8, 12, 10, 4.0), *session(5, 9, 14, 4.0)]

@@ -17,7 +17,7 @@ from tiny import ADAMW, MODEL, batch_of, values_of
 
 from maxmars.checkpoint import list_steps, load, read
 from maxmars.checkpoint.environment import environment
-from maxmars.checkpoint.journal import read_journal
+from maxmars.checkpoint.journal import changes_of_config, read_journal, session_starts
 from maxmars.cli import main
 from maxmars.compare.curves import read_run
 from maxmars.config import (
@@ -44,7 +44,6 @@ from maxmars.model.parameters import Parameters
 from maxmars.train import train
 from maxmars.train.audit import audit
 from maxmars.train.init_from import InitFrom, load_initial
-from maxmars.train.journal import began_in, changes_of_config
 from maxmars.train.resolve import Recorded, resolve_config
 from maxmars.train.resume import continued_config, rounding_change
 from maxmars.train.step import abstract_train_state, make_train_step
@@ -323,8 +322,8 @@ def test_a_run_starts_where_another_ended(source, started):
     before, losses = values_of(source, "eval/loss"), values_of(workdir, "eval/loss")
     assert losses[0] == pytest.approx(before[2], abs=1e-5)
     assert losses[2] < losses[0]
-    (began,) = began_in(read_journal(workdir))
-    assert began["init_from"]["weights"] == str(source / "checkpoints" / "2")
+    (began,) = session_starts(read_journal(workdir))
+    assert began.init_from["weights"] == str(source / "checkpoints" / "2")
     meta = json.loads((workdir / "checkpoints" / "2" / "meta" / "data.json").read_text())
     assert (meta["step"], meta["data_position"]) == (2, 2 * 16)
 
@@ -351,8 +350,8 @@ def test_the_weights_that_a_run_starts_from_are_its_step_0(source, short_config,
     train(config, workdir)
     audited = audit(workdir, replay=2)
     assert (audited.problems, audited.verdict) == ([], "one trajectory")
-    began = began_in(read_journal(workdir))
-    assert [line["init_from"]["weights"] for line in began] == [str(source / "checkpoints/2")] * 2
+    began = session_starts(read_journal(workdir))
+    assert [line.init_from["weights"] for line in began] == [str(source / "checkpoints/2")] * 2
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from refusals import refused
 from running import finish, records, start, start_python, start_two, wait_until
 
 from maxmars.checkpoint import list_steps, read
-from maxmars.checkpoint.journal import hash_of
+from maxmars.checkpoint.journal import line_of
 from maxmars.checkpoint.lock import acquire
 from maxmars.cli import main
 from maxmars.config import CheckpointConfig, EvalConfig, MuonConfig
@@ -335,7 +335,7 @@ def test_a_run_that_was_steered_by_options_of_train_is_refused_in_a_line(run, ca
     def write(order):
         lines, above = [], None
         for line in ({**began, "order": order}, *others):
-            lines.append({**line, "before": above and hash_of(above)})
+            lines.append({**line, "before": above and line_of(above).hash})
             above = lines[-1]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
