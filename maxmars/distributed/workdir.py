@@ -30,12 +30,12 @@ KEPT_SOURCES = {
 JOURNAL = (
     "journal.jsonl"  # what each session began with, saved and ended with; checkpoint/journal.py
 )
-METRICS = "metrics.jsonl"  # `step`, `tokens` and metrics; train/metrics.py
+METRICS = "metrics.jsonl"  # `step`, `tokens` and metrics; train/sinks.py
 SUMMARY = "summary.json"  # what the run came to, at the end of a session; train/summary.py
 LOGS = "logs"  # host_000.log of each process, what it printed; distributed/progress.py
 VERIFIED = "verified"  # host_000.jsonl of each process, files that it has hashed; train/run.py
 PROFILE = "profile"  # host_000/ of each process, traces of `--profile`; train/tracer.py
-WANDB = "wandb.json"  # the id of the run at Weights & Biases; train/trackers.py
+WANDB = "wandb.json"  # the id of the run at Weights & Biases; train/sinks.py
 
 # Written before the run owns the directory, so it is no part of the journal.
 STARTS = "starts.json"  # starts in a row that came to nothing; distributed/run_process.py

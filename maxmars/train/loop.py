@@ -104,8 +104,8 @@ def train(
             )
             return _result(run, done=True)
         tracer.check(run.step, num_steps)
-        run.journal.begin(run.writer.kept)
-        run.writer.kept.clear()
+        run.journal.begin(run.writer.file.previous_lines)
+        run.writer.file.previous_lines.clear()
         process.started()
         run.verification.start(on_damage=process.request_stop)
         if init_from is not None and run.checkpointer.latest_step() is None:
@@ -176,7 +176,7 @@ def _missing_evaluations(run: Run) -> list[Evaluation]:
         evaluation
         for evaluation in _evaluations_at(run, run.step)
         if not processes.all_processes(
-            not primary or run.writer.last.get(evaluation.metric, (None, 0))[0] == run.step
+            not primary or run.writer.file.last.get(evaluation.metric, (None, 0))[0] == run.step
         )
     ]
 
@@ -230,7 +230,9 @@ def _save(run: Run, *, wait: bool = False) -> None:
 
 
 def _result(run: Run, *, done: bool) -> TrainResult:
-    losses = {key: float(value) for key, (_, value) in run.writer.last.items() if "loss" in key}
+    losses = {
+        key: float(value) for key, (_, value) in run.writer.file.last.items() if "loss" in key
+    }
     return TrainResult(
         done=done,
         step=run.step,

@@ -6,7 +6,6 @@ step that is not due for a line costs the loop one number from the device: wheth
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -14,7 +13,6 @@ import numpy as np
 
 from maxmars.checkpoint.digest import digest_and_finite
 from maxmars.config.chips import peak_flops
-from maxmars.config.numbers import short
 from maxmars.train.journal import run_seconds, shares
 from maxmars.train.optimizer import learning_rate_scales, named_norms
 from maxmars.train.run import Run
@@ -56,7 +54,6 @@ class StepReporter:
             self._before = self._run.clock.seconds
             seconds = sum(self._before.values()) - self._before.get("evaluation", 0.0)
             self._run.writer.write(step, {"perf/time_to_first_step": seconds})
-            self._run.progress.message(f"first step after {seconds:.1f} s")
 
     def flush(self) -> None:
         """Report the step that is kept, if there is one."""
@@ -79,15 +76,6 @@ class StepReporter:
             self._skipped(step, values, consecutive_skips, reason.item())
         values |= self._rates(step)
         run.writer.write(step, values)
-        line = f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {values['train/loss']:.4f}"
-        if "perf/tokens_per_sec" in values:
-            line += f"  {short(values['perf/tokens_per_sec'])} tok/s"
-        if "perf/mfu" in values:
-            line += f"  MFU {values['perf/mfu']:.1%}"
-        step_time = values.get("perf/step_time")
-        seconds_left = None if step_time is None else (num_steps - step) * step_time
-        keep = _is_kept(step, num_steps, run.config.log.every)
-        run.progress.update(line, step, num_steps, seconds_left=seconds_left, keep=keep)
 
     def _numbers(self, metrics: dict[str, Any]) -> dict[str, float]:
         """What a step measured, and what follows from it, as numbers."""
@@ -176,9 +164,3 @@ class StepReporter:
             f"That makes {consecutive_skips} in a row, more than guard.max_consecutive_skips "
             f"allows. {stands}. {way_out}.",
         )
-
-
-def _is_kept(step: int, num_steps: int, every: int) -> bool:
-    """Whether the line of a step stays in the terminal: about 100 of a run, more at its start."""
-    stride = every * math.ceil(num_steps / (100 * every))
-    return step % stride == 0 or step == num_steps or str(step).rstrip("0") in ("1", "2", "5")

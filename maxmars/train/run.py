@@ -60,12 +60,12 @@ from maxmars.train.auto import check_memory, gathered_bytes, slow_network_warnin
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom, Initial, load_initial
 from maxmars.train.journal import Journal
-from maxmars.train.metrics import MetricsWriter, validation_losses
+from maxmars.train.metrics import validation_losses
 from maxmars.train.optimizer import describe_parameters, note_on_package, summarize_rules
 from maxmars.train.resolve import Recorded, resolve_config
 from maxmars.train.resume import check_data, continued_config, rounding_change, saved_run
+from maxmars.train.sinks import Sinks, check_trackers, open_sinks
 from maxmars.train.step import TrainState, TrainStep, abstract_train_state, saved_state
-from maxmars.train.trackers import check_trackers, open_trackers
 from maxmars.train.training import Training, open_training
 
 
@@ -97,7 +97,7 @@ class Run:
     checkpointer: Checkpointer
     verification: Verification
     journal: Journal
-    writer: MetricsWriter
+    writer: Sinks
 
     @property
     def config(self) -> TrainConfig:
@@ -164,12 +164,13 @@ def open_run(
         may_write=may_write,
     )
     stack.enter_context(verification)
-    writer = MetricsWriter(
+    writer = open_sinks(
+        config,
         workdir,
         step,
         tokens=lambda later: tokens_before + (later - step) * config.tokens_per_step,
+        progress=progress,
         may_write=may_write,
-        trackers=open_trackers(config, workdir, step, log=progress.message),
     )
     stack.enter_context(writer)
     began = Began(
@@ -188,11 +189,11 @@ def open_run(
         clock,
         began,
         checkpoint=journal_hash,
-        prefix=lambda: writer.prefix,
+        prefix=lambda: writer.file.prefix,
         may_write=may_write,
     )
     stack.enter_context(journal)
-    losses = processes.from_primary(list(validation_losses(writer.kept).items()))
+    losses = processes.from_primary(list(validation_losses(writer.file.previous_lines).items()))
     checkpointer.evaluated(dict(losses))
     return Run(
         workdir=workdir,

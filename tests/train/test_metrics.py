@@ -1,20 +1,22 @@
 """metrics.jsonl: every step once."""
 
+import contextlib
 import json
 
 import pytest
 
 from maxmars.config import GPT2Config
 from maxmars.model.parameters import Parameters
-from maxmars.train.metrics import MetricsWriter, read_metrics
+from maxmars.train.metrics import read_metrics
+from maxmars.train.sinks import MetricsFile
 from maxmars.train.summary import best_evaluation
 
 
 def write_steps(workdir, steps, **kwargs):
-    writer = MetricsWriter(workdir, tokens=lambda step: 8 * step, **kwargs)
+    file = MetricsFile(workdir, **kwargs)
     for step in steps:
-        writer.write(step, {"train/loss": float(step)})
-    writer.close()
+        file.write(step, {"train/loss": float(step)})
+    file.close()
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path):
@@ -34,14 +36,14 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
 
 
 def test_values_that_are_not_finite_stay_valid_json(tmp_path):
-    with MetricsWriter(tmp_path, tokens=lambda step: 8 * step) as writer:
-        writer.write(1, {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 3})
+    with contextlib.closing(MetricsFile(tmp_path)) as file:
+        file.write(1, {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 3})
 
     def reject(constant):
         raise AssertionError(f"{constant} is not JSON")
 
     line = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=reject)
-    assert line == {"step": 1, "tokens": 8, "a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 3}
+    assert line == {"step": 1, "a": "NaN", "b": "Infinity", "c": "-Infinity", "d": 3}
     assert float(line["c"]) == float("-inf")
 
 

@@ -1,4 +1,5 @@
-"""TensorBoard and W&B get what metrics.jsonl gets, and nothing that fails there ends a run."""
+"""TensorBoard and W&B get what metrics.jsonl gets, and nothing that fails there ends a run; the
+terminal gets its lines."""
 
 import json
 import struct
@@ -13,9 +14,10 @@ from tiny import short_config
 
 from maxmars.config import CheckpointConfig, LogConfig
 from maxmars.distributed import files
+from maxmars.distributed.progress import Progress
 from maxmars.train import train
-from maxmars.train.metrics import MetricsWriter, read_metrics
-from maxmars.train.trackers import Trackers, check_trackers, open_trackers
+from maxmars.train.metrics import read_metrics
+from maxmars.train.sinks import Foreign, MetricsFile, Sink, Sinks, check_trackers, open_sinks
 
 
 def read_events(path):
@@ -96,8 +98,8 @@ def test_files_of_wandb_do_not_go_into_a_bucket(monkeypatch):
         check_trackers(LogConfig(wandb="offline"), files.resolve("gs://b/run"))
 
 
-class Service:
-    """A tracker that fails at one of its calls."""
+class Service(Sink):
+    """A service that fails at one of its calls."""
 
     def __init__(self, fails=None):
         self.calls, self.fails = [], fails
@@ -117,29 +119,35 @@ class Service:
         self._call("close")
 
 
-@pytest.mark.parametrize("fails", ["write 1 {'tokens': 8, 'a': 1.0}", "sync", "close"])
-def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path, fails):
+@pytest.mark.parametrize("fails", ["write 1 {'tokens': 16, 'a': 1.0}", "sync", "close"])
+def test_a_service_that_fails_is_dropped_with_one_warning(tmp_path, fails):
     bad, good, logged = Service(fails), Service(), []
-    trackers = Trackers({"W&B": lambda: bad, "TensorBoard": lambda: good}, logged.append)
-    with MetricsWriter(tmp_path, tokens=lambda step: 8, trackers=trackers) as writer:
-        writer.write(1, {"a": 1.0})
-        writer.sync()
-        writer.write(2, {"a": 2.0})
+    services = [Foreign("W&B", lambda: bad, logged.append)]
+    services.append(Foreign("TensorBoard", lambda: good, logged.append))
+    with Sinks(MetricsFile(tmp_path), services, lambda step: 16 * step) as sinks:
+        sinks.write(1, {"a": 1.0})
+        sinks.sync()
+        sinks.write(2, {"a": 2.0})
     assert logged == ["W&B failed, and the run goes on without it (RuntimeError: no connection)."]
     assert bad.calls == good.calls[: good.calls.index(fails) + 1]
-    assert good.calls == [
-        "write 1 {'tokens': 8, 'a': 1.0}",
-        "sync",
-        "write 2 {'tokens': 8, 'a': 2.0}",
-        "close",
-    ]
+    written = ["write 1 {'tokens': 16, 'a': 1.0}", "write 2 {'tokens': 32, 'a': 2.0}"]
+    assert good.calls == [written[0], "sync", written[1], "close"]
 
 
-def test_a_tracker_that_does_not_open_is_dropped(tmp_path):
+def opened(config, directory, resume_step, log):
+    progress = Progress(quiet=True)
+    progress.copy_to(log)
+    tokens = config.tokens_per_step
+    return open_sinks(
+        config, directory, resume_step, tokens=lambda step: step * tokens, progress=progress
+    )
+
+
+def test_a_service_that_does_not_open_is_dropped(tmp_path):
     logged = []
     (tmp_path / "tensorboard").touch()  # no directory can be made there
     config = short_config(tmp_path / "tokens", log=LogConfig(tensorboard=True))
-    open_trackers(config, tmp_path, 0, log=logged.append)
+    opened(config, tmp_path, 0, logged.append)
     assert len(logged) == 1
     assert logged[0].startswith("TensorBoard failed, and the run goes on without it (NotADir")
 
@@ -183,18 +191,17 @@ def test_wandb_itself_gets_every_line_without_a_network_also_of_steps_made_again
     logged, files_of_starts, numbers = [], [], []
 
     def start(resume_step, *lines):
-        trackers = open_trackers(config, tmp_path, resume_step, log=logged.append)
-        with MetricsWriter(
-            tmp_path, resume_step, tokens=lambda step: 8, trackers=trackers
-        ) as writer:
+        with opened(config, tmp_path, resume_step, logged.append) as sinks:
             for step, values in lines:
-                writer.write(step, values)
+                sinks.write(step, values)
         found = set((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
         (path,) = found.difference(files_of_starts)
         files_of_starts.append(path)
-        assert f"wandb sync {path.parent}" in logged[-1]
+        assert f"wandb sync {path.parent}" in "\n".join(logged)
+        tokens = config.tokens_per_step
         expected = [
-            sorted({"step": float(step), "tokens": 8.0, **values}.items()) for step, values in lines
+            sorted({"step": float(step), "tokens": float(step * tokens), **values}.items())
+            for step, values in lines
         ]
         rows, deadline = [], time.monotonic() + 30
         while len(rows) < len(lines) and time.monotonic() < deadline:

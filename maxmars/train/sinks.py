@@ -1,0 +1,336 @@
+"""Where the metrics of a run go: `metrics.jsonl`, the terminal, TensorBoard, Weights & Biases.
+
+TensorBoard and W&B are extras, and are imported only where a config asks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import secrets
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxmars.checkpoint.journal import PrefixHash
+from maxmars.config import LogConfig, TrainConfig, to_dict
+from maxmars.config.errors import pip_install
+from maxmars.config.numbers import short
+from maxmars.distributed import processes
+from maxmars.distributed.files import (
+    LineFile,
+    Workdir,
+    is_remote,
+    json_number,
+    read_json,
+    write_json,
+    write_text,
+)
+from maxmars.distributed.progress import Progress
+from maxmars.distributed.workdir import METRICS, WANDB
+from maxmars.train.metrics import read_metrics
+
+
+class Sink:
+    """One place that takes the metrics of a run."""
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take the metrics of one line, those of the given step: numbers, or arrays of one
+        element."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Have all lines where a kill does not reach them."""
+
+    def close(self) -> None:
+        """Hand over the rest of the lines; nothing is written afterwards."""
+
+
+class Sinks(contextlib.AbstractContextManager["Sinks"]):
+    """All sinks of a run; each takes every line.
+
+    Args:
+      file: the first of them, by which a run continues.
+      others: the rest.
+      tokens: from a step to the tokens that the run has trained on after it, which each line has.
+    """
+
+    def __init__(
+        self, file: MetricsFile, others: Sequence[Sink], tokens: Callable[[int], int]
+    ) -> None:
+        self.file, self.tokens, self._all = file, tokens, [file, *others]
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for sink in self._all:
+            sink.write(step, {"tokens": self.tokens(step), **metrics})
+
+    def sync(self) -> None:
+        for sink in self._all:
+            sink.sync()
+
+    def __exit__(self, *_: object) -> None:
+        for sink in self._all:
+            sink.close()
+
+
+class MetricsFile(Sink):
+    """`<workdir>/metrics.jsonl`: one JSON object a line, with `step` and metrics.
+
+    Non-finite values are the strings "NaN", "Infinity" and "-Infinity": valid JSON, which `float()`
+    reads back. Only the primary process writes.
+    """
+
+    def __init__(
+        self,
+        workdir: Workdir,
+        resume_step: int = 0,
+        *,
+        may_write: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open the file of a run that continues after `resume_step` steps.
+
+        Lines of later steps, which the run is about to write again, are dropped; at step 0 all are.
+        For `may_write` see `files.LineFile`.
+        """
+        self._lines: LineFile | None = None
+        self.previous_lines: list[dict[str, Any]] = []
+        """The lines that were there, in the primary process."""
+        self.last: dict[str, tuple[int, Any]] = {}
+        """Step and value of the newest line with each key, in the primary process."""
+        self.prefix = PrefixHash()
+        """Of all lines, in the primary process."""
+        if processes.is_primary():
+            path = workdir / METRICS
+            lines = read_metrics(workdir) if resume_step else []
+            self.previous_lines = [line for line in lines if line["step"] <= resume_step]
+            if path.exists():
+                write_text(path, "".join(json.dumps(line) + "\n" for line in self.previous_lines))
+            for line in self.previous_lines:
+                self._add(line)
+            self._lines = LineFile(path, may_write)
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        self.prefix = self.prefix.after(line)
+        self.last |= {key: (line["step"], value) for key, value in line.items()}
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if self._lines is not None:
+            line = {"step": step} | {key: json_number(value) for key, value in metrics.items()}
+            self._lines.write(json.dumps(line, allow_nan=False))
+            self._add(line)
+
+    def sync(self) -> None:
+        if self._lines is not None:
+            self._lines.sync()
+
+    def close(self) -> None:
+        if self._lines is not None:
+            self._lines.close()
+
+
+class Terminal(Sink):
+    """A line of each training step on the terminal, and in the log of this host."""
+
+    def __init__(self, progress: Progress, num_steps: int, every: int) -> None:
+        """Print the metrics of a run, which writes a line in `every` steps."""
+        self._progress, self._num_steps, self._every = progress, num_steps, every
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if "perf/time_to_first_step" in metrics:
+            seconds = metrics["perf/time_to_first_step"]
+            self._progress.message(f"first step after {seconds:.1f} s")
+        if "train/loss" not in metrics:
+            return
+        num_steps, step_time = self._num_steps, metrics.get("perf/step_time")
+        line = f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {metrics['train/loss']:.4f}"
+        if "perf/tokens_per_sec" in metrics:
+            line += f"  {short(metrics['perf/tokens_per_sec'])} tok/s"
+        if "perf/mfu" in metrics:
+            line += f"  MFU {metrics['perf/mfu']:.1%}"
+        seconds_left = None if step_time is None else (num_steps - step) * step_time
+        # About 100 lines of a run stay in the terminal, more at its start.
+        stride = self._every * math.ceil(num_steps / (100 * self._every))
+        keep = step % stride == 0 or step == num_steps or str(step).rstrip("0") in ("1", "2", "5")
+        self._progress.update(line, step, num_steps, seconds_left=seconds_left, keep=keep)
+
+
+class Foreign(Sink):
+    """A sink of a library or service, which may fail in any way: the first failure is logged, and
+    the run goes on without it."""
+
+    def __init__(self, name: str, make: Callable[[], Sink], log: Callable[[str], None]) -> None:
+        self._name, self._log = name, log
+        self._sink: Sink | None = None
+        self._sink = self._try(make)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if (sink := self._sink) is not None:
+            self._try(lambda: sink.write(step, metrics))
+
+    def sync(self) -> None:
+        if self._sink is not None:
+            self._try(self._sink.sync)
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._try(self._sink.close)
+
+    def _try(self, call: Callable[[], Sink | None]) -> Sink | None:
+        try:
+            return call()
+        except Exception as error:  # libraries and servers fail in any way
+            self._sink = None
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            self._log(f"{self._name} failed, and the run goes on without it ({reason}).")
+            return None
+
+
+def check_trackers(log: LogConfig, workdir: Workdir) -> None:
+    """Check that the trackers of a config can be used, before a workdir is begun.
+
+    Raises:
+      ImportError: a package is not installed.
+      ValueError: W&B does not know the user, or would write its files into a bucket.
+    """
+    mode = _wandb_mode(log)
+    wanted = []
+    if log.tensorboard:
+        wanted.append(("tensorboardX", "log.tensorboard=True", "tensorboard"))
+    if mode is not None:
+        wanted.append(("wandb", f"log.wandb={log.wandb}", "wandb"))
+    for package, option, extra in wanted:
+        spec = importlib.util.find_spec(package)
+        if spec is None or spec.origin is None:  # W&B leaves folders of its name
+            raise ImportError(
+                f"{option} needs the package {package}: {pip_install(extra)}, or leave it out."
+            )
+    if mode == "offline" and is_remote(workdir):
+        raise ValueError(
+            f"log.wandb=offline keeps files in the workdir, which is a bucket, {workdir}; use "
+            "log.wandb=online, or a --workdir on a disk."
+        )
+    if mode == "online" and processes.is_primary():
+        import wandb
+
+        if not wandb.login(prompt=False, verify=False):
+            raise ValueError(
+                "log.wandb=online needs an account: run `wandb login`, set WANDB_API_KEY, or take "
+                "log.wandb=offline and upload later with `wandb sync`."
+            )
+
+
+def open_sinks(
+    config: TrainConfig,
+    workdir: Workdir,
+    resume_step: int,
+    *,
+    tokens: Callable[[int], int],
+    progress: Progress,
+    may_write: Callable[[], None] = lambda: None,
+) -> Sinks:
+    """Open the sinks of a run that continues after `resume_step` steps, 0 of a new run.
+
+    TensorBoard's files go to `<workdir>/tensorboard`, W&B's to `<workdir>/wandb`, from the primary
+    process. For the other arguments see `Sinks`, `Terminal` and `MetricsFile`.
+    """
+    log, mode = progress.message, _wandb_mode(config.log)
+    file = MetricsFile(workdir, resume_step, may_write=may_write)
+    sinks: list[Sink] = [Terminal(progress, config.num_steps, config.log.every)]
+    if config.log.tensorboard and processes.is_primary():
+        directory = workdir / "tensorboard"
+        sinks.append(Foreign("TensorBoard", lambda: _TensorBoard(directory, resume_step), log))
+    if mode is not None and processes.is_primary():
+        again = resume_step > 0
+        sinks.append(
+            Foreign("W&B", lambda: _WeightsAndBiases(config, workdir, again, mode, log), log)
+        )
+    return Sinks(file, sinks, tokens)
+
+
+class _TensorBoard(Sink):
+    """An event file for each start of a run; TensorBoard joins the files of a directory."""
+
+    def __init__(self, directory: Workdir, resume_step: int) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(
+            os.fspath(directory),
+            # TensorBoard then forgets the steps of earlier starts that are made again.
+            purge_step=resume_step + 1 if resume_step else 0,
+            # Two starts may fall into one second, by which the file is named.
+            filename_suffix=f".{resume_step:09d}.{secrets.token_hex(2)}",
+        )
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, float(value), step)
+
+    def sync(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WeightsAndBiases(Sink):
+    """A run of W&B, the same for all starts of ours until `maxmars rewind` sets its id aside.
+
+    Its charts are drawn over the metric `step`. W&B's own count of rows only rises: a row of a step
+    that is made again after a kill, or evaluated later, would otherwise be dropped.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        workdir: Workdir,
+        again: bool,
+        mode: str,
+        log: Callable[[str], None],
+    ) -> None:
+        import wandb
+
+        known = read_json(workdir / WANDB) if again else None
+        run_id = secrets.token_hex(4) if known is None else known["id"]
+        starts = 1 if known is None else known.get("starts", 1) + 1
+        write_json(workdir / WANDB, {"id": run_id, "starts": starts})
+        remote = is_remote(workdir)
+        options: dict[str, Any] = {"mode": mode}  # WANDB_MODE may be more than its type allows
+        self._run = wandb.init(
+            project=config.log.wandb_project,
+            name=config.name,
+            id=run_id,
+            resume="allow",
+            dir=tempfile.mkdtemp(prefix="maxmars-") if remote else os.fspath(workdir),
+            config=to_dict(config),
+            settings=wandb.Settings(
+                console="off",
+                silent=True,
+                disable_git=True,
+                disable_code=True,
+                x_disable_meta=True,  # they hold the whole command line
+            ),
+            **options,
+        )
+        self._run.define_metric("*", step_metric="step")
+        # Offline W&B counts the rows of each start from 0, and `wandb sync` joins the starts.
+        self._row: int | None = (starts - 1) * 1_000_000 if self._run.offline else None
+        if self._run.offline:
+            log(f"W&B: later, `wandb sync {Path(self._run.dir).parent}`")
+        elif self._run.url:  # the run may be disabled by WANDB_MODE
+            log(f"W&B: {self._run.url}")
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._run.log({"step": step, **metrics}, step=self._row, commit=True)
+        self._row = None  # W&B counts on; its own process has the line
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_mode(log: LogConfig) -> str | None:
+    """W&B's own variable WANDB_MODE overrides the config's mode, if W&B is wanted at all."""
+    return None if log.wandb is None else os.environ.get("WANDB_MODE") or log.wandb
