@@ -147,7 +147,8 @@ def test_a_service_that_does_not_open_is_dropped(tmp_path):
     logged = []
     (tmp_path / "tensorboard").touch()  # no directory can be made there
     config = short_config(tmp_path / "tokens", log=LogConfig(tensorboard=True))
-    opened(config, tmp_path, 0, logged.append)
+    with opened(config, tmp_path, 0, logged.append):
+        pass
     assert len(logged) == 1
     assert logged[0].startswith("TensorBoard failed, and the run goes on without it (NotADir")
 
