@@ -3,8 +3,7 @@
     maxmars train quickstart:optimizer=tools/examples/sophia.py:sophia
     maxmars train gpt2:size=small,optimizer=tools/examples/sophia.py:sophia \
       --gradient-multiplier 1 --schedule.final-fraction 0.025 --data.path DIR
-    maxmars compare quickstart --optimizers mars tools/examples/sophia.py:sophia \
-      --tune learning_rate weight_decay rho
+    maxmars compare quickstart --optimizers mars tools/examples/sophia.py:sophia
 
 The second line is the recipe of Sophia's repository for GPT-2 small. Medium has the rate 7e-4, rho
 0.08 and the final fraction 0.0143; large 3e-4, 0.05 and 0.0333.
@@ -48,7 +47,6 @@ def scale_by_sophia(batch_tokens, b1, b2, rho, eps, is_due):
         return ScaleBySophiaState(jnp.zeros([], jnp.int32), zeros, zeros)
 
     def update(updates, state, params=None, *, sampled_grads=None, **extra_args):
-
         def estimate(h, sampled):
             new = b2 * h + (1 - b2) * batch_tokens * jnp.square(sampled)
             return jnp.where(is_due(state), new, h)
