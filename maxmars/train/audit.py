@@ -417,7 +417,6 @@ def _digest_after(
     if config.data.verify:
         log("comparing the tokens with their checksums")
         verify_split(training.data.files, "train", hashed_by(directory.parent))
-    state, position = None, 0
     if first in list_steps(directory):  # as is step 0 of a run from other weights
         rewinds = (line for line in chain if isinstance(line, Rewound) and line.step == first)
         rewound = next(rewinds, None)
@@ -427,7 +426,7 @@ def _digest_after(
             new_optimizer_state=rewound is not None and rewound.new_optimizer_state,
         )
     else:
-        state = training.new_state()
+        state, position = training.new_state(), 0
     with contextlib.closing(training.batches(position)) as batches:
         for _ in range(first, last):
             state, metrics = training.step(state, next(batches))
