@@ -5,7 +5,7 @@ import signal
 import pytest
 from running import finish, free_port, start, start_two, wait_for_steps, write_config
 
-from maxmars.distributed.exits import EXIT_CODE
+from maxmars.distributed.exits import EXIT_CODE, OWN_ERROR
 
 pytestmark = pytest.mark.multiprocess
 
@@ -38,13 +38,13 @@ def test_one_is_killed_in_the_middle_of_training(folder):
 
 @pytest.mark.slow
 def test_an_error_of_one_process_alone_is_its_exit_code(folder):
-    """Launchers do not start a run again that ended with 1."""
+    """Launchers do not start a run again that ended with 78."""
     shared = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", 2, "--process-id"]
     good = start(folder, "run", *shared, "0", devices=1)
     (folder / "file").touch()
     bad = start(folder, "file", *shared, "1", devices=1)  # a workdir that is none
     code, output = finish(bad)
-    assert code == 1, output
+    assert code == OWN_ERROR, output
     assert "maxmars: error: " in output.splitlines()[-1]
     assert finish(good)[0] in (EXIT_CODE, -signal.SIGABRT)
 
