@@ -239,12 +239,11 @@ def _check(
             new_optimizer_state=rewound is not None and rewound.new_optimizer_state,
             log=progress.message,
         )
-    with clock("start", "opening the data"):
-        recorded = None if saved is None else Recorded(saved.config, saved.environment)
-        resolved = resolve_config(requested, parameters, recorded=recorded)
-        training = open_training(resolved)
-        config, data = training.config, training.data
-        next(training.batches(prefetch=False))  # enough tokens, and readable?
+    recorded = None if saved is None else Recorded(saved.config, saved.environment)
+    resolved = resolve_config(requested, parameters, recorded=recorded)
+    training = open_training(resolved)
+    config, data = training.config, training.data
+    next(training.batches(prefetch=False))  # enough tokens, and readable?
     messages = []
     if (warmup := config.schedule.warmup_steps) > config.num_steps:
         messages.append(
