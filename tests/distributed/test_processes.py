@@ -12,7 +12,8 @@ import pytest
 from refusals import refused
 from running import free_port
 
-from maxmars.distributed import failures, processes
+from maxmars.distributed import processes
+from maxmars.distributed.run_process import is_of_lost_peer
 
 JOIN = """
 import json, sys
@@ -148,10 +149,10 @@ def test_a_port_that_is_taken():
     ],
 )
 def test_errors_of_a_lost_peer(error, lost):
-    assert failures.is_of_lost_peer(error) == lost
+    assert is_of_lost_peer(error) == lost
     wrapped = OSError("a checkpoint could not be written")
     wrapped.__cause__ = error
-    assert failures.is_of_lost_peer(wrapped) == lost
+    assert is_of_lost_peer(wrapped) == lost
 
 
 @pytest.mark.seconds

@@ -19,6 +19,14 @@ SIGNALS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def hangup():
+    """SIGHUP as a terminal leaves it: `nohup` has all its programs ignore it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_after_the_start_asks_for_a_stop(number):
     before = signal.getsignal(number)
