@@ -58,9 +58,9 @@ def main(argv: list[str] | None = None) -> None:
 
     Raises:
       SystemExit: the exit code, unless it is 0: 1 after an error, 2 after wrong usage, 75 where
-        `train` or `compare` saved and stopped on request, hung, or lost a process of the run, 130
-        after Ctrl-C elsewhere, 141 after a closed pipe. Errors of maxmars itself keep their
-        traceback.
+        `train` or `compare` saved and stopped on request, hung, or lost a process of the run, 78
+        after an error of one process among several, 130 after Ctrl-C elsewhere, 141 after a closed
+        pipe. Errors of maxmars itself keep their traceback.
     """
     if argv is None:
         argv = sys.argv[1:]

@@ -21,8 +21,8 @@ class TrainArguments(ConfigArguments):
     """Train a model as a config says; the same command again continues the run.
 
     SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU and Ctrl-C finish the step, save and exit with code
-    75; a second Ctrl-C leaves at once. A run of several processes exits with 75 as well where one
-    of them is killed, fails or hangs.
+    75; a second Ctrl-C leaves at once. Of several processes one that fails exits with 78, and the
+    others with 75, as where one of them is killed or hangs.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (

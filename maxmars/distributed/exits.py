@@ -16,8 +16,8 @@ from typing import NoReturn
 EXIT_CODE = 75
 """BSD's EX_TEMPFAIL: nothing is wrong, run the same command again."""
 OWN_ERROR = 78
-"""One of several processes failed by itself: the same command would fail again. Greater than 75,
-as SLURM takes the greatest code of a run's processes for that of the job."""
+"""One of several processes failed by itself: the same command would fail again. It is greater than
+75, with which the others may end, as SLURM takes the greatest code for that of the job."""
 
 _SHOW_CURSOR = b"\x1b[?25h"
 

@@ -421,14 +421,14 @@ def read_json_lines(
     """What `parse` makes of the JSON objects in a file of lines, those that have all of `keys`;
     none without a file.
 
-    Other lines, and those of which it raises KeyError, are skipped, and a warning counts them, once
-    in a process. A last line without an end was being written when the process was killed, and is
-    skipped silently.
+    Other lines, and those of which it raises KeyError or TypeError, are skipped, and a warning
+    counts them, once in a process. A last line without an end was being written when the process
+    was killed, and is skipped silently.
     """
     *lines, _ = (_read_bytes(path) or b"").split(b"\n")
     values, damaged = [], []
     for number, line in enumerate(lines, 1):
-        with contextlib.suppress(ValueError, KeyError):
+        with contextlib.suppress(ValueError, KeyError, TypeError):
             value = parse_json(line)  # bytes: JSON is UTF-8, anything else is a ValueError
             if isinstance(value, dict) and all(key in value for key in keys):
                 values.append(parse(value))

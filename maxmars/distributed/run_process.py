@@ -73,7 +73,8 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
     always do.
 
     Args:
-      command: the command line, which the journal records; None without one.
+      command: the command line, which the journal records. None is a program that calls `train`:
+        until `started`, signals do there what the program says.
       pause_s: how long a start waits after two that came to nothing; twice as long after each more.
     """
 
@@ -82,30 +83,32 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
     def __init__(self, command: str | None = None, pause_s: float = 5.0) -> None:
         self.command = command
         self._pause_s = pause_s
-        self._is_training = self._requested = self._agreed = False
-        self._previous: dict[signal.Signals, Any] = {}  # handlers of signals
-        self._wakeup: int | None = None  # written to by each signal while the run starts
-        self._starts: tuple[Any, _Starts] | None = None  # that this process has counted
+        self._is_training = self._requested = self._agreed = self._has_met = False
+        self._previous: dict[int, Any] = {}  # handlers of signals
+        self._wakeup: tuple[int, int] | None = None  # what signals write to, and did before
+        self._start: tuple[Any, str | None] | None = None  # workdir and identifier, once counted
+        self._starts: _Starts | None = None  # the record, in the process that counts
+        self._made: list[Any] = []  # directories that the record needed
         self._lock = threading.RLock()  # a signal ends a start from another thread
 
     def __enter__(self) -> RunProcess:
-        if threading.current_thread() is not threading.main_thread():
-            return self
-        for number in stop_signals():
-            # Of several processes JAX has a handler of SIGTERM, which tells the others.
-            if number != signal.SIGTERM or not is_one_of_several():
-                self._previous[number] = signal.signal(number, self._terminate)
-        # A thread waits for signals while the run starts: the main thread runs handlers only
-        # between two lines of Python, and a compilation or the wait for others may take minutes.
-        read, self._wakeup = os.pipe()
-        os.set_blocking(self._wakeup, False)
-        signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        threading.Thread(target=self._end_start, args=(read,), daemon=True, name="starting").start()
+        self._has_met = is_one_of_several()
+        if self.command is not None:  # a program that calls `train` keeps its handlers meanwhile
+            self._take_signals()
+            # A thread waits for signals while the run starts: the main thread runs handlers only
+            # between two lines of Python, and a compilation or the wait for others may take
+            # minutes.
+            read, write = os.pipe()
+            os.set_blocking(write, False)
+            self._wakeup = write, signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+            threading.Thread(
+                target=self._end_start, args=(read,), daemon=True, name="starting"
+            ).start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
-            self.end_if_peer_is_lost(error)
+            self._end_if_peer_is_lost(error)
             self._forget_starts()  # an error of its own ends the restarts anyway
         self._close_wakeup()
         for number, handler in self._previous.items():
@@ -143,16 +146,24 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         """
         from maxmars.distributed import processes
 
-        def count() -> None:
-            self._count_start(workdir, newest_step, log)
-
-        if processes.is_first(process_id):
-            count()  # before the others are met, who may never come
+        is_first = processes.is_first(process_id)
+        if is_first:
+            self._count_start(workdir, newest_step, log)  # before the others are met
         open_port = processes.initialize(
             coordinator, num_processes, process_id, timeout_s=timeout_s
         )
         processes.check_accelerators()
-        processes.text_from_primary(lambda: self._refuse_more_starts(count))
+        self._has_met = True
+
+        def judge() -> str | None:
+            if not is_first:
+                self._count_start(workdir, newest_step, log)
+            self._refuse_more_starts()
+            return None if self._starts is None else self._starts.start
+
+        start = processes.text_from_primary(judge)
+        if start is not None:
+            self._start = workdir, start
         processes.warn_once(open_port)
 
     def _count_start(
@@ -163,59 +174,65 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
             return
         before = _read_starts(workdir)
         count = 0 if newest >= before.step + _FEWEST_STEPS else before.count
-        self._starts = workdir, dataclasses.replace(before, step=newest, count=count)
+        self._start = workdir, before.start
+        self._starts = dataclasses.replace(before, step=newest, count=count)
         if count > _MOST_STARTS:  # the last start would have refused, but the others never came
             self._refuse_more_starts()
         if count >= 2 and not before.stopped:
             pause_s = min(self._pause_s * 2 ** (count - 2), _LONGEST_PAUSE_S)
             log(f"{count} starts in a row got no further; waiting {pause_s:.0f} s")
             time.sleep(pause_s)
-        start = uuid.uuid4().hex
-        self._write_starts(start=start, count=count + 1, stopped=False)
+        self._start = workdir, uuid.uuid4().hex
+        self._write_starts(start=self._start[1], count=count + 1, stopped=False)
 
-    def _refuse_more_starts(self, count: Callable[[], None] = lambda: None) -> None:
+    def _refuse_more_starts(self) -> None:
         """Raise a ValueError after too many starts that came to nothing; the next is the first."""
-        if self._starts is None:
-            count()
-        if self._starts is None or (starts := self._starts[1]).count <= _MOST_STARTS:
+        if self._start is None or self._starts is None or self._starts.count <= _MOST_STARTS:
             return
-        workdir = self._starts[0]
+        workdir = self._start[0]
         raise ValueError(
             f"{workdir}: {_MOST_STARTS} starts in a row crashed, hung, lost a machine or were "
             f"stopped before they had saved {_FEWEST_STEPS} steps each, the last one after step "
-            f"{starts.step}, so this start ends as well. Look at what they printed, and in "
+            f"{self._starts.step}, so this start ends as well. Look at what they printed, and in "
             f"{workdir / LOGS}; the same command, given again, tries anew."
         )
 
     def _write_starts(self, **changes: Any) -> None:
-        from maxmars.distributed.files import is_remote, write_json
-
         with self._lock, contextlib.suppress(OSError):  # bookkeeping never stops a run
-            if self._starts is None:
+            if self._start is None or self._starts is None:
                 return
-            workdir, starts = self._starts
-            self._starts = workdir, dataclasses.replace(starts, **changes)
-            # A directory is made once nothing can be wrong with the run that it is for.
-            if is_remote(workdir) or workdir.is_dir():
-                write_json(workdir / STARTS, dataclasses.asdict(self._starts[1]))
+            from maxmars.distributed.files import is_remote, write_json
+
+            workdir = self._start[0]
+            self._starts = dataclasses.replace(self._starts, **changes)
+            if not is_remote(workdir):
+                directories = (workdir, *workdir.parents)
+                self._made += [path for path in directories if not path.exists()]
+            write_json(workdir / STARTS, dataclasses.asdict(self._starts))
 
     def _forget_starts(self) -> None:
         """Let the next start be the first; of the record of another start nothing is touched."""
-        with self._lock, contextlib.suppress(OSError):
-            if self._starts is None:
+        with self._lock:
+            if self._start is None:
                 return
-            (workdir, starts), self._starts = self._starts, None
-            if _read_starts(workdir).start in (starts.start, None):
-                (workdir / STARTS).unlink(missing_ok=True)
+            from maxmars.distributed.files import reporting
+
+            (workdir, start), self._start = self._start, None
+            with contextlib.suppress(OSError), reporting(workdir):
+                if _read_starts(workdir).start == start:
+                    (workdir / STARTS).unlink(missing_ok=True)
+                for path in self._made:  # nothing is to be left of a run that was refused
+                    path.rmdir()
 
     # --- requests to stop ------------------------------------------------------------------------
 
     def started(self) -> None:
         """Let a signal be a request to stop from here on, no end at once."""
         self._is_training = True
-        if self._wakeup is not None:
-            self._close_wakeup()
-            self._previous[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        self._close_wakeup()
+        if signal.SIGINT not in self._previous:
+            self._take_signals()
+            self._take(signal.SIGINT, self._interrupt)
 
     def stop_due(self) -> bool:
         """Whether to stop now.
@@ -256,11 +273,21 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         os.write(2, b"\nstopping after this step; Ctrl-C again leaves at once\n")
         self.request_stop()
 
+    def _take_signals(self) -> None:
+        for number in stop_signals():
+            # Of several processes JAX has a handler of SIGTERM, which tells the others.
+            if number != signal.SIGTERM or not is_one_of_several():
+                self._take(number, self._terminate)
+
+    def _take(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+        if threading.current_thread() is threading.main_thread() and number not in self._previous:
+            self._previous[number] = signal.signal(number, handler)
+
     def _close_wakeup(self) -> None:
         if self._wakeup is not None:
-            signal.set_wakeup_fd(-1)
-            os.close(self._wakeup)  # which ends the thread
-            self._wakeup = None
+            (write, before), self._wakeup = self._wakeup, None
+            signal.set_wakeup_fd(before)
+            os.close(write)  # which ends the thread
 
     # --- how it ends -----------------------------------------------------------------------------
 
@@ -293,12 +320,13 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         try:
             yield
         except BaseException as error:
-            self.end_if_peer_is_lost(error)
+            self._end_if_peer_is_lost(error)
             raise
 
-    def end_if_peer_is_lost(self, error: BaseException) -> None:
+    def _end_if_peer_is_lost(self, error: BaseException) -> None:
         """End the process if an error is that another process of the run is gone."""
-        if not is_one_of_several() or not is_of_lost_peer(error):
+        # Before all have met, an error is of the meeting, or of this process's devices.
+        if not self._has_met or not is_one_of_several() or not is_of_lost_peer(error):
             return
         import jax
 
@@ -351,6 +379,6 @@ def _read_starts(workdir: Any) -> _Starts:
     job = os.environ.get("SLURM_JOB_ID")
     with contextlib.suppress(OSError, TypeError, ValueError):
         starts = _Starts(**read_json(workdir / STARTS))
-        if starts.job == job and starts.count >= 0:
+        if starts.job == job and starts.count >= 0 and starts.step >= 0:
             return starts
     return _Starts(job=job)

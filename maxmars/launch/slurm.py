@@ -155,7 +155,14 @@ class SlurmOptions(RunOptions, SlurmName):
                     f"--sbatch {option}: each job of an array would train in the same --workdir; "
                     "submit each run by a launch of its own, with its own --name and --workdir."
                 )
+            if option.startswith(("--output", "--error")):
+                raise UsageError(
+                    f"--sbatch {option}: the output stays in the workdir, as slurm-JOB.out, by "
+                    "which the script knows whether a process failed by itself."
+                )
         for option in self.srun:
+            if option == "--quiet":
+                raise UsageError("--srun --quiet hides which process failed; leave it out.")
             check_word(option, "--srun", r"--[^\x00-\x1f]+", "--mpi=none, one option of srun")
         if self.process_per == "gpu" and not self.gpus_per_node:
             raise UsageError("--process-per gpu needs --gpus-per-node.")

@@ -50,7 +50,13 @@ def with_requests(
 
     Optax's wrappers (`optax.chain` and others) make a transformation without requests, and `at`
     and `due` get the state of the whole, so this goes around the outermost one.
+
+    Raises:
+      ValueError: two requests have one name.
     """
+    names = [request.name for request in requests]
+    if len(set(names)) < len(names):
+        raise ValueError(f"requests={names}: each gradient needs a name of its own.")
     requesting = RequestingTransformation(*optax.with_extra_args_support(tx))
     requesting.requests = tuple(requests)
     return requesting

@@ -217,7 +217,9 @@ def noting_less_memory(step: TrainStep) -> Iterator[None]:
         raise
 
 
-def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimate | None:
+def make_estimate(
+    config: TrainConfig, parameters: Parameters, state: TrainState
+) -> Estimate | None:
     """How much memory a step needs on one device, by arithmetic alone, for any microbatches and
     policy of this config; None for a module of the user's own, of which nothing is known.
 
@@ -227,16 +229,17 @@ def make_estimate(config: TrainConfig, mesh: Mesh, state: TrainState) -> Estimat
 
     Args:
       config: what to train; `model.compute_dtype` is chosen.
-      mesh: its devices.
+      parameters: of its model, on its devices.
       state: its abstract state.
     """
-    model, platform = config.model, mesh.devices.flat[0].platform
+    model, mesh = config.model, parameters.mesh
+    platform = mesh.devices.flat[0].platform
     if not isinstance(model, GPT2Config):
         return None
     shards, tensor = sharding.batch_shards(mesh), mesh.shape["tensor"]
     held, params = (sharding.bytes_on_chip(tree) for tree in (state, state.params))
     itemsize = jnp.dtype(model.compute_dtype or "float32").itemsize
-    tx = make_optimizer(config.optimizer, Parameters(model, mesh), config.optimizer.learning_rate)
+    tx = make_optimizer(config.optimizer, parameters, config.optimizer.learning_rate)
     further = len(requests_of(tx))  # gradients that wait for the update beside the usual one
     is_plain = choose_attention(model, platform).implementation == "plain"
     table = model.padded_vocab_size * model.embed_dim * (4 + itemsize)  # whole, and its gradient

@@ -64,8 +64,8 @@ def train(
         `resume`); the journal records the changes.
       profile: first and last step to trace, into `<workdir>/profile/host_000` of each process;
         None traces none.
-      process: this process, which has joined the others; None is one that can be stopped, and loses
-        others, for the time of this call.
+      process: this process, inside its `with` block, where it outlives the run; None makes one
+        for this call.
       quiet: print nothing but the live line of a terminal; `logs/` has all lines in any case.
 
     Raises:

@@ -86,7 +86,7 @@ def resolve_config(
                 config = with_remat(config, before.model.remat)
     config = choose_precision(config, mesh, messages.append)
     memory_bytes = memory_bytes or memory_bytes_of(mesh)
-    estimate = make_estimate(config, mesh, state)
+    estimate = make_estimate(config, parameters, state)
     config = choose_memory(config, parameters, estimate, memory_bytes, messages.append)
     if isinstance(config.model, GPT2Config):
         attention = choose_attention(config.model, mesh.devices.flat[0].platform)

@@ -22,7 +22,14 @@ from jax.sharding import Mesh
 from maxmars.checkpoint import Checkpoint, Checkpointer
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since, environment
-from maxmars.checkpoint.journal import Began, Rewound, line_of, read_journal, rewound_to
+from maxmars.checkpoint.journal import (
+    Began,
+    Rewound,
+    line_of,
+    read_journal,
+    rewound_to,
+    session_starts,
+)
 from maxmars.config import ModuleConfig, TrainConfig, to_dict
 from maxmars.config.chips import chip_name
 from maxmars.config.train import with_own_defaults
@@ -167,7 +174,7 @@ def open_run(
     writer = open_sinks(
         config,
         workdir,
-        step,
+        None if saved is None else step,
         tokens=lambda later: tokens_before + (later - step) * config.tokens_per_step,
         progress=progress,
         may_write=may_write,
@@ -239,6 +246,8 @@ def _check(
             new_optimizer_state=rewound is not None and rewound.new_optimizer_state,
             log=progress.message,
         )
+    elif init_from is None:
+        _check_begins_at_random(workdir)
     recorded = None if saved is None else Recorded(saved.config, saved.environment)
     resolved = resolve_config(requested, parameters, recorded=recorded)
     training = open_training(resolved)
@@ -294,6 +303,21 @@ def _rewound(workdir: Workdir, step: int) -> Rewound | None:
     line = None if values is None else line_of(values)
     assert line is None or isinstance(line, Rewound)
     return line
+
+
+def _check_begins_at_random(workdir: Workdir) -> None:
+    """Refuse to begin a run at random whose last start began from other weights, and saved nothing;
+    process 0 reads that from the journal, and every process raises."""
+
+    def check() -> None:
+        started = session_starts(read_journal(workdir))
+        if started and started[-1].init_from is not None:
+            raise ValueError(
+                f"the run in {workdir} was to start from {started[-1].init_from['path']} and has "
+                "saved nothing yet: give the same --init-from again, or choose another --workdir."
+            )
+
+    processes.text_from_primary(check)
 
 
 def _slow_network(config: TrainConfig, parameters: Parameters) -> list[str]:

@@ -87,13 +87,14 @@ class MetricsFile(Sink):
     def __init__(
         self,
         workdir: Workdir,
-        resume_step: int = 0,
+        resume_step: int | None = None,
         *,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the file of a run that continues after `resume_step` steps.
+        """Open the file of a run that continues after `resume_step` steps; None of a new run.
 
-        Lines of later steps, which the run is about to write again, are dropped; at step 0 all are.
+        Lines of later steps, which the run is about to write again, are dropped; of a new run all
+        are, which a start left that saved nothing.
         For `may_write` see `files.LineFile`.
         """
         self._lines: LineFile | None = None
@@ -105,8 +106,8 @@ class MetricsFile(Sink):
         """Of all lines, in the primary process."""
         if processes.is_primary():
             path = workdir / METRICS
-            lines = read_metrics(workdir) if resume_step else []
-            self.previous_lines = [line for line in lines if line["step"] <= resume_step]
+            lines = [] if resume_step is None else read_metrics(workdir)
+            self.previous_lines = [line for line in lines if line["step"] <= (resume_step or 0)]
             if path.exists():
                 write_text(path, "".join(json.dumps(line) + "\n" for line in self.previous_lines))
             for line in self.previous_lines:
@@ -226,13 +227,13 @@ def check_trackers(log: LogConfig, workdir: Workdir) -> None:
 def open_sinks(
     config: TrainConfig,
     workdir: Workdir,
-    resume_step: int,
+    resume_step: int | None,
     *,
     tokens: Callable[[int], int],
     progress: Progress,
     may_write: Callable[[], None] = lambda: None,
 ) -> Sinks:
-    """Open the sinks of a run that continues after `resume_step` steps, 0 of a new run.
+    """Open the sinks of a run that continues after `resume_step` steps, None of a new run.
 
     TensorBoard's files go to `<workdir>/tensorboard`, W&B's to `<workdir>/wandb`, from the primary
     process. For the other arguments see `Sinks`, `Terminal` and `MetricsFile`.
@@ -244,7 +245,7 @@ def open_sinks(
         directory = workdir / "tensorboard"
         sinks.append(Foreign("TensorBoard", lambda: _TensorBoard(directory, resume_step), log))
     if mode is not None and processes.is_primary():
-        again = resume_step > 0
+        again = resume_step is not None
         sinks.append(
             Foreign("W&B", lambda: _WeightsAndBiases(config, workdir, again, mode, log), log)
         )
@@ -254,15 +255,15 @@ def open_sinks(
 class _TensorBoard(Sink):
     """An event file for each start of a run; TensorBoard joins the files of a directory."""
 
-    def __init__(self, directory: Workdir, resume_step: int) -> None:
+    def __init__(self, directory: Workdir, resume_step: int | None) -> None:
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(
             os.fspath(directory),
             # TensorBoard then forgets the steps of earlier starts that are made again.
-            purge_step=resume_step + 1 if resume_step else 0,
+            purge_step=0 if resume_step is None else resume_step + 1,
             # Two starts may fall into one second, by which the file is named.
-            filename_suffix=f".{resume_step:09d}.{secrets.token_hex(2)}",
+            filename_suffix=f".{resume_step or 0:09d}.{secrets.token_hex(2)}",
         )
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:

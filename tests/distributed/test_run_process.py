@@ -48,12 +48,33 @@ def test_a_signal_before_the_start_ends_the_process(number):
 import os, time
 from maxmars.distributed.run_process import RunProcess
 
-with RunProcess():
+with RunProcess("maxmars train"):
     os.kill(os.getpid(), {int(number)})
     time.sleep(60)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 75, done.stderr
+
+
+def test_a_program_that_trains_keeps_its_signals_until_the_run_has_started():
+    received = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
+    _, write = os.pipe()
+    os.set_blocking(write, False)
+    woken = signal.set_wakeup_fd(write)
+    try:
+        with RunProcess() as process:
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert received == [signal.SIGUSR2]
+            process.started()
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert process.stop_due()
+        assert signal.set_wakeup_fd(write) == write
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert received == [signal.SIGUSR2] * 2
+    finally:
+        signal.set_wakeup_fd(woken)
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_a_lost_terminal_stops_no_run_that_was_started_to_ignore_it():

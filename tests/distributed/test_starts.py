@@ -45,10 +45,13 @@ def test_a_start_that_ends_by_itself_leaves_nothing(workdir):
         assert not list(workdir.iterdir())
 
 
-def test_a_start_makes_no_directory(tmp_path):
-    process, _ = begin(tmp_path / "run")
+def test_a_start_that_is_refused_leaves_no_directory(tmp_path):
+    process, _ = begin(tmp_path / "new" / "run")
     assert process.end(done=False) == 75
-    assert not (tmp_path / "run").exists()
+    assert starts(tmp_path / "new" / "run")["stopped"]
+    process, _ = begin(tmp_path / "other" / "run")
+    fail(process, ValueError("no such field"))
+    assert [path.name for path in tmp_path.iterdir() if path.name == "other"] == []
 
 
 def test_starts_that_end_without_a_word_wait_and_the_tenth_is_the_last(workdir):
@@ -98,7 +101,9 @@ def test_ten_stops_in_a_row_after_hardly_any_steps_are_refused_once(workdir):
     begin(workdir, step)
 
 
-@pytest.mark.parametrize("text", ["{", "[" * 10**6, '{"job": null, "other": 1}', '{"count": []}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 10**6, '{"job": null, "other": 1}', '{"count": []}', '{"step": "x"}']
+)
 def test_damaged_notes_stop_nothing(workdir, text):
     (workdir / "starts.json").write_text(text)
     begin(workdir)

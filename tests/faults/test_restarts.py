@@ -207,7 +207,6 @@ def test_crashes_with_a_checkpoint_between_them_go_on(folder):
 
 @pytest.mark.slow
 def test_the_start_after_a_stop_while_starting_does_not_wait(folder):
-    (folder / "run").mkdir()  # as a start before leaves it
     notes = folder / "run" / "starts.json"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         before = notes.read_bytes() if notes.exists() else b""

@@ -60,6 +60,8 @@ REFUSALS = [
     (2, SLURM, "--sbatch gres=gpu:8", "gres=gpu:8"),
     (2, SLURM, ["--sbatch", "--comment=a b"], "--comment=a b"),
     (2, SLURM, "--sbatch --array=1-3", "--array=1-3"),
+    (2, SLURM, "--sbatch --output=/logs/%j.out", "--output=/logs/%j.out"),
+    (2, SLURM, "--srun --quiet", "--quiet"),
     (2, SLURM, "--srun bash", "bash"),
     (2, SLURM, "--process-per gpu", "--gpus-per-node"),
     (2, SLURM, "--workdir gs://b/x", "gs://b/x"),

@@ -197,6 +197,11 @@ def a_line_of_no_kind(workdir):
     return "journal.jsonl is not whole: its line `saved` of step 4 was not written after the line"
 
 
+def a_line_of_other_types(workdir):
+    edit(workdir / "journal.jsonl", 1, lambda row: [row | {"metrics": None}])
+    return "journal.jsonl is not whole: its line `saved` of step 4 was not written after the line"
+
+
 def a_field_more(workdir):
     edit(workdir / "journal.jsonl", 1, lambda row: [row | {"note": "all is well"}])
     return "journal.jsonl is not whole: its line `saved` of step 4 was not written after the line"
@@ -231,6 +236,7 @@ def no_journal(workdir):
         a_damaged_line,
         a_line_without_a_field,
         a_line_of_no_kind,
+        a_line_of_other_types,
         a_field_more,
         a_lost_last_end,
         no_journal,

@@ -258,7 +258,7 @@ UNSET = tiny_config(num_microbatches=None, global_batch_size=480, mesh=MeshConfi
 def test_the_fewest_microbatches_that_fit():
     parameters, logged = Parameters(UNSET.model, make_mesh(UNSET.mesh)), []
     state = abstract_train_state(UNSET, parameters)
-    estimate = make_estimate(UNSET, parameters.mesh, state)
+    estimate = make_estimate(UNSET, parameters, state)
     assert estimate is not None
     needs = {
         count: estimate(dataclasses.replace(UNSET, num_microbatches=count))
@@ -287,7 +287,7 @@ def test_each_gradient_that_the_optimizer_requests_counts():
         config = dataclasses.replace(UNSET, optimizer=optimizer)
         parameters = Parameters(config.model, make_mesh(config.mesh))
         state = abstract_train_state(config, parameters)
-        estimate = make_estimate(config, parameters.mesh, state)
+        estimate = make_estimate(config, parameters, state)
         assert estimate is not None
         return estimate(config) - bytes_on_chip(state), bytes_on_chip(state.params)
 
@@ -304,7 +304,7 @@ def test_the_estimate_follows_the_compiled_program(remat):
     mesh = make_mesh(config.mesh)
     step = make_train_step(config, Parameters(config.model, mesh))
     peak = peak_bytes(step.lower().compile(), tpu=False)
-    estimate = make_estimate(config, mesh, step.abstract_state)
+    estimate = make_estimate(config, step.parameters, step.abstract_state)
     assert estimate is not None
     assert 0.4 < estimate(config) / peak < 2.5
 

@@ -25,6 +25,8 @@ def test_a_resumed_run_has_every_step_once(tmp_path):
     assert [line["step"] for line in read_metrics(tmp_path)] == [0, 10, 20, 30, 40, 50]
     write_steps(tmp_path, [0, 10])  # it starts again
     assert [line["step"] for line in read_metrics(tmp_path)] == [0, 10]
+    write_steps(tmp_path, [10, 20], resume_step=0)  # from the weights of another run, saved there
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 10, 20]
 
 
 def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):

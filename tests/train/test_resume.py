@@ -354,6 +354,16 @@ def test_the_weights_that_a_run_starts_from_are_its_step_0(source, short_config,
     assert [line.init_from["weights"] for line in began] == [str(source / "checkpoints/2")] * 2
 
 
+@pytest.mark.seconds
+def test_a_start_that_has_nothing_saved_must_name_its_source_again(source, short_config, tmp_path):
+    config, workdir = short_config(), tmp_path / "run"
+    train(config, workdir, init_from=InitFrom(path=str(source)))
+    shutil.rmtree(workdir / "checkpoints")
+    with refused(ValueError, workdir, source, "--init-from"):
+        train(config, workdir)
+    train(config, workdir, init_from=InitFrom(path=str(source)))
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory):
     """Tokens of two vocabularies of one size."""
