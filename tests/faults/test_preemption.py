@@ -16,7 +16,7 @@ from running import (
 )
 
 from maxmars.checkpoint import list_steps
-from maxmars.distributed.exits import EXIT_CODE
+from maxmars.distributed.exits import EXIT_CODE, OWN_ERROR
 
 pytestmark = pytest.mark.multiprocess
 
@@ -165,7 +165,7 @@ def test_a_kill_in_the_last_evaluation_loses_no_step(folder, capsys):
 def test_two_that_could_not_stop_together_are_refused_before_a_step(folder, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", "false")
     for code, output in [finish(one) for one in start_two(folder, "deaf")]:
-        assert code == 1, output
+        assert code == OWN_ERROR, output
         assert "JAX_ENABLE_PREEMPTION_SERVICE=false" in output.splitlines()[-1]
         assert "Traceback" not in output
     assert not (folder / "deaf").exists()

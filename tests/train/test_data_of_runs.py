@@ -20,6 +20,7 @@ from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import changes_of_config, read_journal
 from maxmars.cli import main
 from maxmars.config import EvalConfig, TokenShardsConfig
+from maxmars.distributed.exits import OWN_ERROR
 from maxmars.train import train
 
 STREAM = np.random.default_rng(0).integers(0, 200, 2000)
@@ -160,7 +161,7 @@ def test_all_processes_stop_for_a_file_that_one_of_them_finds(tmp_path):
     flip(tokens, "train_00001.bin")  # of the share of process 1
     write_config(tmp_path, num_steps=100_000)
     for code, output in list(map(running.finish, running.start_two(tmp_path, "run"))):
-        assert code == 1, output
+        assert code == OWN_ERROR, output
         assert re.search(r"error: the file of tokens .*/train_00001\.bin does not match", output)
         assert "Traceback" not in output
 
