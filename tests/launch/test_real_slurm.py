@@ -160,5 +160,5 @@ def test_ten_stops_with_hardly_a_step_are_not_queued_again(slurm, launched):
         launched.wait_for(lambda n=count: has_begun(n))
         slurm.ask("scancel", "--signal=TERM", job)  # as SLURM does before a time limit
     launched.wait_for(lambda: launched.state(job) == "FAILED")
-    assert slurm.job(job)["ExitCode"] == "1:0"
+    assert slurm.job(job)["ExitCode"] == "78:0"
     assert slurm.job(job)["Restarts"] == "2"
