@@ -93,7 +93,8 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
 
     def __enter__(self) -> RunProcess:
         self._has_met = is_one_of_several()
-        if self.command is not None:  # a program that calls `train` keeps its handlers meanwhile
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self.command is not None:  # a program keeps its own handlers meanwhile
             self._take_signals()
             # A thread waits for signals while the run starts: the main thread runs handlers only
             # between two lines of Python, and a compilation or the wait for others may take

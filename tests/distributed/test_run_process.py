@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -75,6 +76,22 @@ def test_a_program_that_trains_keeps_its_signals_until_the_run_has_started():
     finally:
         signal.set_wakeup_fd(woken)
         signal.signal(signal.SIGUSR2, before)
+
+
+def test_outside_the_main_thread_signals_act_as_they_do():
+    codes = []
+
+    def run():
+        with RunProcess("maxmars train") as process:
+            process.started()
+            codes.append(process.end(done=not process.stop_due()))
+
+    before = [signal.getsignal(number) for number in SIGNALS]
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert codes == [0]
+    assert [signal.getsignal(number) for number in SIGNALS] == before
 
 
 def test_a_lost_terminal_stops_no_run_that_was_started_to_ignore_it():
