@@ -245,7 +245,8 @@ export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
 {setup}
 
 # srun's own code is the highest of all processes', and JAX aborts those (134) that lose one which
-# failed by itself. So count what srun says of each, also in starts before.
+# failed by itself. But srun also says how each ended. The file has all starts of the job, so what
+# counts is whether this one adds a line.
 own_errors() {{ cat {output} 2>/dev/null | grep -cE 'xited with exit code (1|2|78)$'; }}
 before=$(own_errors)
 code=0
