@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Integer, UInt16
+from jaxtyping import Int32, Integer, UInt16
 
 from maxmars.config.errors import about, needs_extra
 from maxmars.distributed.files import (
@@ -51,6 +51,7 @@ _LEFT_OUT = ("auto_map", "name_or_path", "tokenizer_file", "vocab_file", "add_pr
 _STRIDE = 250_000  # characters
 _SAMPLE = "She reads 3 books:\n\n\tnaïve  café, don't  stop!"
 _WHITE_SPACE = re.compile(r"[\s\u2581]")  # U+2581 is SentencePiece's blank
+_BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 _BYTE_DIGEST = "c8652c242d0cd3b98b3c82d4aa53d102c8ccae44dc16854240715e4e32d8b038"
 _GPT2_DIGEST = "a5623714bcf19049eb0fd78df19b6daa1e61ac435b86a5deae767768e7fcdc3d"
 
@@ -169,6 +170,11 @@ class Tokenizer(Protocol):
         """What `decode(encode(text))` lacks of a text."""
         ...
 
+    def bytes_of_tokens(self) -> Int32[np.ndarray, " vocab"]:
+        """Length of each token's text in UTF-8, by id: what it adds between two others.
+        0 of special tokens, which stand for no text, and of ids without a token."""
+        ...
+
     def pieces(self) -> Pieces:
         """A function that decodes tokens as they come. What it returns, joined, is `decode` of all
         tokens; what may still change with the next tokens is held back, unless they are the last.
@@ -180,6 +186,7 @@ class _BytesOfTokens:
     """The half of a tokenizer whose text is the bytes of its tokens, one after another."""
 
     vocab_size: int
+    eot: int
 
     @property
     def num_text_ids(self) -> int:
@@ -199,6 +206,10 @@ class _BytesOfTokens:
 
     def loss(self, text: str) -> Loss:
         return Loss(characters=len(text))  # there is a token for each byte
+
+    def bytes_of_tokens(self) -> Int32[np.ndarray, " vocab"]:
+        tokens = range(self.vocab_size)
+        return np.array([0 if i == self.eot else len(self._bytes_of(i)) for i in tokens], np.int32)
 
 
 class ByteTokenizer(_BytesOfTokens):
@@ -384,6 +395,25 @@ class JsonTokenizer:
             example=next(iter(lost), ""),
         )
 
+    def bytes_of_tokens(self) -> Int32[np.ndarray, " vocab"]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        special = {self.eot, *(i for i, token in added.items() if token.special)}
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        texts = {i: token for token, i in vocabulary.items() if i not in special}
+        lengths = np.zeros(self.vocab_size, np.int32)
+        decoder = str(parse_json(self._content).get("decoder"))
+        around = list(texts)[:1]  # decoders treat the blanks at both ends of a text otherwise
+        without = len(self._decode(around * 2).encode())
+        for i, token in texts.items():
+            # A token may be a part of a character, which decoded alone is U+FFFD.
+            if "ByteLevel" in decoder and set(token) <= set(_characters()):
+                lengths[i] = len(token)
+            elif "ByteFallback" in decoder and _BYTE_TOKEN.fullmatch(token):
+                lengths[i] = 1
+            else:
+                lengths[i] = len(self._decode([*around, i, *around]).encode()) - without
+        return lengths
+
     @functools.cached_property
     def _unknown(self) -> int:
         """The token of what is not in the vocabulary; beyond it where there is none."""
@@ -406,7 +436,7 @@ class JsonTokenizer:
                 tokens.append(token)
                 held.append(token)
                 # Of bytes like <0xE4> in a row, the last decides what the first mean.
-                if not re.fullmatch("<0x[0-9A-F]{2}>", self._tokenizer.id_to_token(token) or ""):
+                if not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token) or ""):
                     text += stream.step(self._tokenizer, held) or ""
                     held.clear()
             if is_last:  # with what never became a whole character

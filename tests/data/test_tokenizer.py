@@ -211,20 +211,39 @@ DECODERS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["byte", "gpt2", "byte-level", *DECODERS])
-def test_text_that_comes_in_pieces_is_the_text_of_all_tokens(kind, json_file, request, tmp_path):
-    draw = np.random.default_rng(0)
+def tokenizer_of_kind(kind, request, tmp_path) -> Tokenizer:
     if kind in ("byte", "gpt2"):
-        tokenizer = ByteTokenizer() if kind == "byte" else request.getfixturevalue("gpt2")
-    elif kind == "byte-level":
-        tokenizer = load(json_file)
+        return ByteTokenizer() if kind == "byte" else request.getfixturevalue("gpt2")
+    if kind == "byte-level":
+        return load(request.getfixturevalue("json_file"))
+    theirs = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({token: i for i, token in enumerate(MADE_UP)})
+    )
+    if DECODERS[kind] is not None:
+        theirs.decoder = DECODERS[kind]
+    theirs.save(str(tmp_path / "one.json"))
+    return load(tmp_path / "one.json")
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "byte-level", *DECODERS])
+def test_bytes_of_tokens_add_up_to_the_bytes_of_their_text(kind, request, tmp_path):
+    """Between two others, since some decoders leave out a blank before the first or after the
+    last."""
+    tokenizer = tokenizer_of_kind(kind, request, tmp_path)
+    if kind in DECODERS:  # words and whole characters
+        between = ["▁the", "##b", "é", "end</w>", *BYTES[:-1]]
+        tokens = np.array([MADE_UP.index(token) for token in ["a", *between, "a"]])
     else:
-        words = tokenizers.models.WordLevel({token: i for i, token in enumerate(MADE_UP)})
-        theirs = tokenizers.Tokenizer(words)
-        if DECODERS[kind] is not None:
-            theirs.decoder = DECODERS[kind]
-        theirs.save(str(tmp_path / "one.json"))
-        tokenizer = load(tmp_path / "one.json")
+        tokens = tokenizer.encode("naïve — 数学 🚀 <0x41>\n the cat")
+    lengths = tokenizer.bytes_of_tokens()
+    whole, ends = (len(tokenizer.decode(some).encode()) for some in (tokens, tokens[[0, -1]]))
+    assert lengths[tokens[1:-1]].sum() == whole - ends
+    assert lengths[tokenizer.eot] == 0
+
+
+@pytest.mark.parametrize("kind", ["byte", "gpt2", "byte-level", *DECODERS])
+def test_text_that_comes_in_pieces_is_the_text_of_all_tokens(kind, request, tmp_path):
+    draw, tokenizer = np.random.default_rng(0), tokenizer_of_kind(kind, request, tmp_path)
     texts = [tokenizer.encode("naïve — 数学 🚀" * 3)] if kind not in DECODERS else []
     texts += [draw.integers(0, tokenizer.vocab_size, draw.integers(60)) for _ in range(20)]
     for tokens in texts:
