@@ -213,7 +213,7 @@ def _prepare(arguments: PrepareArguments) -> int:
     counts = ", ".join(f"{s.num_tokens:,} tokens ({n})" for n, s in metadata.splits.items())
     print(f"{out} was complete: {counts}" if was_complete else f"wrote {counts} to {out}")
     if metadata.loss is not None:
-        print(f"of the first texts, {metadata.loss}")
+        print(f"of a sample of the text, {metadata.loss}")
     if metadata.skipped is not None:
         print(f"left out {metadata.skipped}")
     if metadata.repeated is not None:
@@ -364,7 +364,7 @@ def _print_summary(
         "digest": first.tokenizer_digest,
         "left out": metadata and metadata.skipped,
         "repeated": metadata and metadata.repeated and _in_both(metadata),
-        "lost": metadata and metadata.loss and f"of the first texts, {metadata.loss}",
+        "lost": metadata and metadata.loss and f"of a sample of the text, {metadata.loss}",
     }
     console.print(str(directory), style="bold", markup=False)
     for name, value in facts.items():

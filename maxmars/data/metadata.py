@@ -81,7 +81,7 @@ class Metadata(CheckedConfig):
     source: str
     command: str | None = None
     loss: Loss | None = None
-    """What the tokenizer lost of the first texts; None where nothing."""
+    """What the tokenizer loses of a sample of the text; None where nothing."""
     skipped: Skipped | None = None
     """Lines and rows that were left out; None where none."""
     repeated: int | None = None
@@ -151,6 +151,9 @@ def parse_metadata(text: str, path: Workdir) -> Metadata:
                 f"it is of format {format_!r} version {version!r}, but this maxmars reads "
                 f"{FORMAT!r} version {VERSION}; {AGAIN}."
             )
-        for name in ("part", "eot_token"):  # earlier versions wrote these, which nobody reads
+        # Earlier versions wrote these, which nobody reads.
+        for name in ("part", "eot_token"):
             fields.pop(name, None)
+        if isinstance(loss := fields.get("loss"), dict):
+            fields["loss"] = {k: loss[k] for k in loss if k not in ("tokens", "unknown")}
         return read_as(Metadata, fields)

@@ -50,7 +50,7 @@ from maxmars.data.metadata import (
 )
 from maxmars.data.rows import Skipped
 from maxmars.data.tasks import SPLITS, Fill, Recipe, write_task
-from maxmars.data.tokenizer import ByteTokenizer, Loss, save
+from maxmars.data.tokenizer import ByteTokenizer, save
 from maxmars.data.workers import work_through
 from maxmars.distributed.files import (
     Workdir,
@@ -144,8 +144,8 @@ class Preparation(Recipe):
 
         Raises:
           FileExistsError: it is complete, or holds something else.
-          ValueError: it was begun with other arguments, `meta.json` is not ours, or the disk is too
-            small.
+          ValueError: it was begun with other arguments, `meta.json` is not ours, the disk is too
+            small, or the tokenizer cannot spell the text.
           OSError: it cannot be made, or a bucket does not answer.
         """
         require_access(self.out)
@@ -159,6 +159,7 @@ class Preparation(Recipe):
             )
         num_done = len(self._done())
         self._check_disk(num_done)
+        self.check_loss()
         if begun is not None and begun != self._plan:
             if any(filter(_RECORD.fullmatch, _names(self.out / _TASKS))):
                 raise ValueError(self._other_arguments(begun))
@@ -196,8 +197,8 @@ class Preparation(Recipe):
           share: (i, n) does those tasks only whose number leaves i when divided by n.
 
         Raises:
-          ValueError: a file of the corpus is damaged, the tokenizer cannot spell its text, or an
-            argument lies outside its range; and see `begin`.
+          ValueError: a file of the corpus is damaged, or an argument lies outside its range; and
+            see `begin`.
           ChildProcessError: a worker has died.
           OSError: the disk is full, or a bucket does not answer.
         """
@@ -290,7 +291,6 @@ class Preparation(Recipe):
         splits = {split: self._join(split, records) for split in SPLITS}
         splits = {name: split for name, split in splits.items() if split.num_tokens}
         self._check_splits(splits)
-        loss = sum((Loss(**record["loss"]) for record in records.values()), Loss())
         save(self.tokenizer, self.out)
         metadata = Metadata(
             tokenizer=self.tokenizer.name,
@@ -300,7 +300,7 @@ class Preparation(Recipe):
             splits=splits,
             source=self.source,
             command=self.command,
-            loss=loss if loss.share else None,
+            loss=self.check_loss(),
             skipped=skipped if skipped.count else None,
             repeated=self._repeated(records) or None,
         )

@@ -26,7 +26,7 @@ from maxmars.config.errors import in_words
 from maxmars.data.corpus import Corpus, Document, Stretch, part_of
 from maxmars.data.metadata import Shard
 from maxmars.data.rows import Skipped
-from maxmars.data.tokenizer import Loss, Tokenizer
+from maxmars.data.tokenizer import JsonTokenizer, Loss, Tokenizer
 from maxmars.distributed.files import Workdir, is_remote, reporting
 
 try:
@@ -39,7 +39,7 @@ SHARD_TOKENS = 100_000_000
 _TASKS_WANTED = 256
 _TASK_BYTES = (8_000_000, 256_000_000)
 _PIECE_CHARACTERS = 1 << 19
-_CHECKED_CHARACTERS, _LEAST_CHECKED = 1 << 17, 256
+_SAMPLED_CHARACTERS, _SAMPLED_FILES = 1 << 17, 3
 _MOST_LOST = 0.01
 
 
@@ -118,7 +118,7 @@ class Recipe:
     task_bytes: int | None = None
     """Text of a task, about; None chooses by the size of the corpus."""
     allow_lossy: bool = False
-    """Whether the tokenizer may lose more than 1 % of the first texts of a task."""
+    """Whether the tokenizer may lose more than 1 % of a sample of the text."""
     skip_bad: int = 0
     """Lines and rows without a text that are left out, at most, of the whole corpus."""
     command: str | None = None
@@ -146,6 +146,35 @@ class Recipe:
             held_out = divide(self.validation, task_bytes=size, validation_fraction=0.0)
             tasks += [replace(task, is_validation=True) for task in held_out]
         return tasks
+
+    def check_loss(self) -> Loss | None:
+        """What the tokenizer loses of the beginnings of a few files; None where it loses nothing.
+
+        Raises:
+          ValueError: it is more than 1 %, which `allow_lossy` does not allow.
+        """
+        if not isinstance(self.tokenizer, JsonTokenizer):
+            return None  # there is a token for each byte
+        last, texts = len(self.corpus.files) - 1, list[str]()
+        for file in sorted({last * i // (_SAMPLED_FILES - 1) for i in range(_SAMPLED_FILES)}):
+            wanted = _SAMPLED_CHARACTERS // _SAMPLED_FILES
+            documents = self.corpus.read(Stretch(file), lambda error: None)
+            for text in (text for document in documents for text in document.blocks):
+                texts.append(text[:wanted])
+                wanted -= len(texts[-1])
+                if not wanted:
+                    break
+        try:
+            loss = self.tokenizer.loss("".join(texts))
+        except Exception:  # the library's own; the task will name the document
+            return None
+        if loss.share > _MOST_LOST and not self.allow_lossy:
+            raise ValueError(
+                f"the tokenizer cannot spell the text of {self.source}: {loss}. Train one with the "
+                "whole alphabet of bytes, choose another --tokenizer, or go on without what is "
+                "lost by --allow-lossy."
+            )
+        return loss if loss.share else None
 
     @property
     def dtype(self) -> Literal["uint16", "uint32"]:
@@ -189,18 +218,18 @@ def write_task(
       fill: the split that gets the last document of the task.
 
     Returns:
-      The `loss` of the first texts, `skipped`, and for each split `num_tokens`, `num_documents`
+      `skipped`, and for each split `num_tokens`, `num_documents`
       that end there, `shards`, and of each document that starts there (`starts`, an array of two
       columns) its place in the tokens and a hash of its tokens, which is 0 of a part of one.
 
     Raises:
-      ValueError: a file of the corpus is damaged, or the tokenizer cannot spell its text.
+      ValueError: a file of the corpus is damaged.
     """
     task, tokenizer = recipe.tasks[number], recipe.tokenizer
     corpus = (recipe.validation if task.is_validation else None) or recipe.corpus
     fraction = recipe.validation_fraction
     waiting: Document | None = None  # the last one so far, where one has to fill a split
-    loss, unchecked, skipped = Loss(), 0, Skipped()
+    skipped = Skipped()
 
     def on_bad(error: ValueError) -> None:
         nonlocal skipped
@@ -211,18 +240,12 @@ def write_task(
 
     def add(document: Document, writer: _SplitWriter) -> None:
         """Tokenise a document or a piece of one; one of white space alone is left out."""
-        nonlocal loss, unchecked
         has_begun, is_start = not document.first, document.first
         is_whole, sha = document.first and document.last, hashlib.blake2b(digest_size=8)
         pieces = _pieces(document.blocks)
         for text in _unless_blank(pieces) if is_whole else pieces:
             tokens = _encoded(text, tokenizer, document.name, is_start=is_start)
             is_start = False
-            if unchecked > 0:
-                loss += tokenizer.loss(text[:unchecked])
-                unchecked -= len(text)
-                if loss.characters >= _CHECKED_CHARACTERS:
-                    refuse_loss()
             if len(tokens) and not has_begun:
                 has_begun = True
                 writer.starts.append((writer.num_tokens, 0))
@@ -234,15 +257,6 @@ def write_task(
             writer.num_documents += 1
             if is_whole:
                 writer.starts[-1] = (writer.starts[-1][0], int.from_bytes(sha.digest(), "little"))
-
-    def refuse_loss() -> None:
-        if loss.share > _MOST_LOST and not recipe.allow_lossy:
-            first = corpus.files[task.stretches[0].file] or "it"
-            raise ValueError(
-                f"{tokenizer.name} cannot spell the text: of the first of {first}, {loss}. Train a "
-                "tokenizer with the whole alphabet of bytes, choose another --tokenizer, or go on "
-                "without what is lost by --allow-lossy."
-            )
 
     with contextlib.ExitStack() as stack:
         scratch = os.fspath(recipe.out)
@@ -257,7 +271,6 @@ def write_task(
             for split in SPLITS
         }
         for stretch in task.stretches:
-            unchecked = max(_CHECKED_CHARACTERS // len(task.stretches), _LEAST_CHECKED)
             for document in corpus.read(stretch, on_bad):
                 split = "val" if task.is_validation else split_of(document, stretch, fraction)
                 is_whole = document.first and document.last
@@ -273,12 +286,11 @@ def write_task(
         if fill is not None and waiting is not None:
             for part, split in fill.parts(waiting, fraction):
                 add(part, writers[split])
-        refuse_loss()
         for writer in writers.values():
             writer.complete_shard()
         check()
         splits = {split: writer.name_shards(recipe.out) for split, writer in writers.items()}
-    return {"loss": asdict(loss), "skipped": asdict(skipped), "splits": splits}
+    return {"skipped": asdict(skipped), "splits": splits}
 
 
 def _encoded(text: str, tokenizer: Tokenizer, document: str, *, is_start: bool) -> np.ndarray:

@@ -62,39 +62,23 @@ Pieces = Callable[[Tokens, bool], str]
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What a tokenizer does not keep of texts, counted."""
+    """What a tokenizer does not keep of a text, counted."""
 
-    characters: int = 0
-    """Of the texts, as the tokenizer's own normaliser leaves them."""
-    lost: int = 0
+    characters: int
+    """Of the text, as the tokenizer's own normaliser leaves it."""
+    lost: int
     """Of these, what its tokens do not spell."""
-    tokens: int = 0
-    unknown: int = 0
-    """Of the tokens, those that stand for anything that is not in the vocabulary."""
     example: str = ""
     """A character that is lost."""
 
-    def __add__(self, other: Loss) -> Loss:
-        return Loss(
-            characters=self.characters + other.characters,
-            lost=self.lost + other.lost,
-            tokens=self.tokens + other.tokens,
-            unknown=self.unknown + other.unknown,
-            example=self.example or other.example,
-        )
-
     @property
     def share(self) -> float:
-        """How much is lost of the characters, or unknown of the tokens, if that is more."""
-        return max(self.lost / max(self.characters, 1), self.unknown / max(self.tokens, 1))
+        """How much of the characters is lost."""
+        return self.lost / max(self.characters, 1)
 
     def __str__(self) -> str:
         example = f" (such as {self.example!r})" if self.example else ""
-        return (
-            f"{self.lost / max(self.characters, 1):.2%} of {self.characters:,} characters"
-            f"{example} are lost, {self.unknown / max(self.tokens, 1):.2%} of {self.tokens:,} "
-            "tokens are unknown"
-        )
+        return f"{self.share:.2%} of {self.characters:,} characters{example} are lost"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +150,6 @@ class Tokenizer(Protocol):
         """Text of token ids. Invalid UTF-8 and ids beyond the vocabulary become U+FFFD."""
         ...
 
-    def loss(self, text: str) -> Loss:
-        """What `decode(encode(text))` lacks of a text."""
-        ...
-
     def bytes_of_tokens(self) -> Int32[np.ndarray, " vocab"]:
         """Length of each token's text in UTF-8, by id: what it adds between two others.
         0 of special tokens, which stand for no text, and of ids without a token."""
@@ -203,9 +183,6 @@ class _BytesOfTokens:
         return lambda tokens, is_last: decoder.decode(
             b"".join(map(self._bytes_of, tokens.tolist())), is_last
         )
-
-    def loss(self, text: str) -> Loss:
-        return Loss(characters=len(text))  # there is a token for each byte
 
     def bytes_of_tokens(self) -> Int32[np.ndarray, " vocab"]:
         tokens = range(self.vocab_size)
@@ -375,25 +352,20 @@ class JsonTokenizer:
         )
 
     def loss(self, text: str) -> Loss:
-        """Where characters stand does not count, since some decoders move white space."""
+        """What `decode(encode(text))` lacks of a text; an unknown token spells nothing, unless the
+        text spells its name. Where characters stand does not count: some decoders move blanks."""
         text = text.encode("utf-8", "replace").decode()
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         name, normalizer = self._tokenizer.id_to_token(self._unknown), self._tokenizer.normalizer
         known = [
             token
             for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
-            if token != self._unknown or text[start:end].strip() == name  # which is spelt out
+            if token != self._unknown or text[start:end].strip() == name
         ]
         wanted = text if normalizer is None else normalizer.normalize_str(text)
         wanted = _WHITE_SPACE.sub(" ", wanted).strip()  # some add a blank at its beginning
         lost = Counter(wanted) - Counter(_WHITE_SPACE.sub(" ", self._decode(known)))
-        return Loss(
-            characters=len(wanted),
-            lost=lost.total(),
-            tokens=len(encoding.ids),
-            unknown=len(encoding.ids) - len(known),
-            example=next(iter(lost), ""),
-        )
+        return Loss(characters=len(wanted), lost=lost.total(), example=next(iter(lost), ""))
 
     def bytes_of_tokens(self) -> Int32[np.ndarray, " vocab"]:
         added = self._tokenizer.get_added_tokens_decoder()

@@ -28,6 +28,9 @@ def test_metadata_round_trip(tmp_path):
     earlier = {"part": {"index": 0, "count": 2, "shard_tokens": 9}, "version": 2}
     path.write_text(json.dumps(fields | earlier))
     assert read_metadata(tmp_path / "tokens") == metadata
+    loss = {"characters": 200, "lost": 3, "tokens": 90, "unknown": 1, "example": "C"}
+    path.write_text(json.dumps(fields | {"loss": loss}))
+    assert "1.50% of 200 characters (such as 'C')" in str(read_metadata(tmp_path / "tokens").loss)
 
 
 @pytest.mark.parametrize("name", ["nothing", "", "file"])
@@ -48,6 +51,7 @@ def test_what_is_no_directory_of_tokens(tmp_path, name):
         ({"dtype": "float32"}, "float32"),
         ({"splits": {"train": {}}}, "splits: train: it lacks the field num_documents"),
         ({"unheard_of": 1}, "unheard_of"),
+        ({"loss": []}, "loss"),
         ({"vocab_size": "257"}, 'vocab_size: "257"'),
         ({"vocab_size": -1}, "vocab_size=-1"),
         ({"splits": {"train": SPLIT | {"documents": 1}}}, "documents: 1"),
