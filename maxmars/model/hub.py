@@ -2,7 +2,7 @@
 
 All traffic goes through `huggingface_hub` (extra `hf`) and obeys its environment variables: HF_HOME
 says where models are kept, HF_TOKEN who asks, HF_ENDPOINT which hub, and HF_HUB_OFFLINE=1 that
-there is no network. Its errors are told in its own words. No message shows a token.
+there is no network. The hub's own message is shown, and no token.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import stat
@@ -24,11 +23,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
-from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import SingleDeviceSharding
 
 from maxmars.config import GPT2Config
 from maxmars.config.checks import read_as
@@ -210,20 +209,15 @@ class StoredArray:
     """As safetensors names it, such as F32."""
     shape: tuple[int, ...]
 
-    def read(self) -> np.ndarray:
-        """The array, in host memory.
+    def read(self, *index: slice) -> np.ndarray:
+        """These parts of the first axes, in host memory; without any, the array.
 
         Raises:
-          ValueError: it holds no floating-point numbers, or the file is damaged.
+          ValueError: the file is damaged.
         """
-        if self.dtype not in _FLOATS:
-            raise ValueError(
-                f"{self.name} in {self.path} has type {self.dtype}, but only {', '.join(_FLOATS)} "
-                "are read; convert the model to float32 (quantised ones cannot be imported)."
-            )
         # Opened for each array: the pages of an open file's memory map stay in this process.
         with _open(self.path) as file:
-            return file.get_tensor(self.name)
+            return file.get_slice(self.name)[index or ...]
 
 
 def open_weights(directory: Path, config: GPT2Config) -> dict[str, StoredArray]:
@@ -236,12 +230,6 @@ def open_weights(directory: Path, config: GPT2Config) -> dict[str, StoredArray]:
     by_name = {name.removeprefix(_PREFIX): array for name, array in stored.items()}
     if len(by_name) < len(stored):
         raise ValueError(f"{directory} has arrays twice, with and without the prefix {_PREFIX!r}.")
-    layers = {name.split(".")[1] for name in by_name if name.startswith("h.")}
-    if len(layers) < config.num_layers:  # before arrays of so many layers are listed
-        raise ValueError(
-            f"{directory} holds {len(layers)} layers, but its config.json or the configuration "
-            f"describes {config.num_layers}."
-        )
     head = by_name.pop(_HEAD, None)
     layouts = list(hf_layouts(config))
     shapes = {name: layout.shape for layout in layouts for name in layout.names}
@@ -262,6 +250,11 @@ def open_weights(directory: Path, config: GPT2Config) -> dict[str, StoredArray]:
             raise ValueError(
                 f"{name} in {array.path} has shape {list(array.shape)}, but the model's is "
                 f"{list(shapes[name])}; its config.json or the configuration does not fit."
+            )
+        if array.dtype not in _FLOATS:
+            raise ValueError(
+                f"{name} in {array.path} has type {array.dtype}, but only {', '.join(_FLOATS)} are "
+                "read; convert the model to float32 (quantised ones cannot be imported)."
             )
     if head is not None:
         embedding = weights[_EMBEDDING]
@@ -286,8 +279,8 @@ def load_params(directory: str | Path, config: GPT2Config, abstract_params: Any)
     """The parameters in a Hugging Face directory, in our names and shapes.
 
     The names may have the prefix `transformer.`. Weights in float64, float16 and bfloat16 are
-    converted. Beside the result, the host holds one array of the file at a time (320 MB for the
-    largest one of GPT-2 XL).
+    converted. Each process reads the rows that its devices take. Beside the result, the host holds
+    its part of one parameter at a time (2 GB for the largest one of GPT-2 XL on one device).
 
     Args:
       directory: with `model.safetensors`, or several such files and their index.
@@ -304,15 +297,60 @@ def load_params(directory: str | Path, config: GPT2Config, abstract_params: Any)
       ValueError: they are in another format, damaged, not finite, or of another model.
     """
     weights = open_weights(Path(directory), config)
-    params: dict[str, Any] = {}
-    for layout in hf_layouts(config):
-        if layout.is_bias and not config.use_bias:
-            continue
-        abstract, parent = abstract_params, params
-        for key in layout.path[:-1]:
-            abstract, parent = abstract[key], parent.setdefault(key, {})
-        parent[layout.path[-1]] = _load(layout, weights, abstract[layout.path[-1]])
-    return params
+    layouts = {layout.path: layout for layout in hf_layouts(config)}
+    leaves: dict[Any, Any] = flatten_dict(abstract_params)
+    return unflatten_dict(
+        {path: _load(layouts[path], weights, leaf) for path, leaf in leaves.items()}
+    )
+
+
+def _load(
+    layout: HFLayout, weights: dict[str, StoredArray], abstract: jax.ShapeDtypeStruct
+) -> jax.Array:
+    """One parameter: a single array, or the arrays of all layers, stacked."""
+    sharding = abstract.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    parts: dict[str, np.ndarray] = {}  # by their indices, as devices may hold the same one
+
+    def part(index: Any) -> np.ndarray:
+        key, dtype = str(index), abstract.dtype
+        if key not in parts and layout.stacked:
+            parts[key] = np.empty(sharding.shard_shape(abstract.shape), dtype)
+            for layer, name in zip(parts[key], layout.names, strict=True):
+                layer[...] = _read(weights[name], abstract.shape[1:], index[1:], dtype)
+        elif key not in parts:
+            parts[key] = _read(weights[layout.names[0]], abstract.shape, index, dtype)
+        return parts[key]
+
+    # Waited for, as the host could be many parameters ahead.
+    return jax.block_until_ready(jax.make_array_from_callback(abstract.shape, sharding, part))
+
+
+def _read(
+    stored: StoredArray, shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any
+) -> np.ndarray:
+    """A part of one of Hugging Face's arrays, by its index in our shape."""
+    start, stop, _ = index[0].indices(shape[0])
+    num_rows = stored.shape[0]
+    rows_in_ours = -(-num_rows // shape[0])  # 1 too where ours has padding at its end
+    first, last = (min(row * rows_in_ours, num_rows) for row in (start, stop))
+    rows = slice(first, last) if first < last else slice(0)
+    if shape[1:] == stored.shape[1:]:
+        values, others = stored.read(rows, *index[1:]), ()
+    else:
+        values, others = stored.read(rows), index[1:]
+    with np.errstate(over="ignore"):  # reported below, by name
+        values = values.astype(dtype, copy=False)
+    if wrong := values.size - np.count_nonzero(np.isfinite(values)):
+        raise ValueError(
+            f"{stored.name} in {stored.path} has {wrong:,} of {values.size:,} numbers that are NaN "
+            f"or infinite in {np.dtype(dtype).name}: the model diverged, or its file is damaged; "
+            "download it again, or take one from before."
+        )
+    if others:
+        values = values.reshape(-1, *shape[1:])[:, *others]
+    if padding := stop - start - len(values):
+        values = np.pad(values, [(0, padding), *[(0, 0)] * (values.ndim - 1)])
+    return values
 
 
 @contextlib.contextmanager
@@ -363,62 +401,6 @@ def _no_weights(directory: Path) -> Exception:
         f"'{directory}').save_pretrained('{directory}-safetensors')\"` and copy the tokenizer's "
         "files."
     )
-
-
-def _load(
-    layout: HFLayout, weights: dict[str, StoredArray], abstract: jax.ShapeDtypeStruct
-) -> jax.Array:
-    """One parameter: a single array, or the arrays of all layers, stacked on the devices."""
-    sharding = abstract.sharding or SingleDeviceSharding(jax.local_devices()[0])
-    if not layout.stacked:
-        return _read(layout.names[0], weights, abstract.shape, abstract.dtype, sharding)
-    one_layer = sharding
-    if isinstance(sharding, NamedSharding):
-        one_layer = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
-    zeros, set_layer = _stack_functions(abstract.shape, abstract.dtype, sharding)
-    stack = zeros()
-    for i, name in enumerate(layout.names):
-        layer = _read(name, weights, abstract.shape[1:], abstract.dtype, one_layer)
-        stack = set_layer(stack, layer, np.int32(i))
-        stack.block_until_ready()  # else the host could be many arrays ahead
-    return stack
-
-
-def _read(
-    name: str,
-    weights: dict[str, StoredArray],
-    shape: tuple[int, ...],
-    dtype: Any,
-    sharding: Sharding,
-) -> jax.Array:
-    """One of Hugging Face's arrays in our shape, on the devices."""
-    stored = weights[name]
-    with np.errstate(over="ignore"):  # reported below, by name
-        values = stored.read().astype(dtype, copy=False)
-    if wrong := values.size - np.count_nonzero(np.isfinite(values)):
-        raise ValueError(
-            f"{stored.name} in {stored.path} has {wrong:,} of {values.size:,} numbers that are NaN "
-            f"or infinite in {np.dtype(dtype).name}: the model diverged, or its file is damaged; "
-            "download it again, or take one from before."
-        )
-    if name == _EMBEDDING and len(values) < shape[0]:
-        values = np.pad(values, ((0, shape[0] - len(values)), (0, 0)))
-    values = values.reshape(shape)
-    return jax.make_array_from_callback(shape, sharding, lambda index: values[index])
-
-
-@functools.cache
-def _stack_functions(
-    shape: tuple[int, ...], dtype: Any, sharding: Sharding
-) -> tuple[Callable[[], jax.Array], Callable[..., jax.Array]]:
-    """Functions that make a stack of zeros, and that replace one of its layers in place."""
-    zeros = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
-    set_layer = jax.jit(
-        lambda stack, layer, i: jax.lax.dynamic_update_index_in_dim(stack, layer, i, 0),
-        donate_argnums=0,
-        out_shardings=sharding,
-    )
-    return zeros, set_layer
 
 
 # --- writing -------------------------------------------------------------------------------------

@@ -115,13 +115,15 @@ def test_the_reference_model_on_one_device_and_on_eight(reference_dir):
 
 
 def test_sharded_loading_gives_the_same_bits(model):
-    config = dataclasses.replace(BASE, vocab_pad_multiple=8)
-    _, alone = load(model, config)
-    _, sharded = load(model, config, sharding.make_mesh(MeshConfig(fsdp=4, tensor=2)))
-    jax.tree.map(np.testing.assert_array_equal, alone, sharded)
-    kernel = sharded["h"]["mlp"]["c_fc"]["kernel"]
-    assert kernel.sharding.shard_shape(kernel.shape) == (3, 4, 32)
-    assert not np.any(alone["wte"]["embedding"][61:])
+    for multiple in (8, 128):  # of 128 rows, those of the second half are all padding
+        config = dataclasses.replace(BASE, vocab_pad_multiple=multiple)
+        _, alone = load(model, config)
+        for shape in (MeshConfig(fsdp=4, tensor=2), MeshConfig(data=2, fsdp=2, tensor=2)):
+            _, sharded = load(model, config, sharding.make_mesh(shape))
+            jax.tree.map(np.testing.assert_array_equal, alone, sharded)
+            kernel = sharded["h"]["mlp"]["c_fc"]["kernel"]
+            assert kernel.sharding.shard_shape(kernel.shape) == (3, 16 // shape.fsdp, 32)
+        assert not np.any(alone["wte"]["embedding"][61:])
 
 
 def test_a_model_without_biases_takes_zeros_only(tmp_path):
