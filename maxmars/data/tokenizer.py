@@ -11,6 +11,7 @@ tells: those of bytes and GPT-2 are known by their digest.
 
 from __future__ import annotations
 
+import abc
 import codecs
 import contextlib
 import functools
@@ -20,7 +21,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,7 +46,6 @@ _TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 _GPT2_CLASS = "GPT2Tokenizer"
-_OF_FILES = ("ends", "bos", "settings")  # attributes that the files of a directory decide
 # Code, paths and, since it changes the tokens that the library gives, `add_prefix_space`.
 _LEFT_OUT = ("auto_map", "name_or_path", "tokenizer_file", "vocab_file", "add_prefix_space")
 _STRIDE = 250_000  # characters
@@ -82,98 +82,105 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the files of a tokenizer say to other programs, which goes out as it came in."""
+class TokenizerFiles:
+    """What the files of a tokenizer say, which goes out as it came in."""
 
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    content: bytes | None = None
+    """The `tokenizer.json`; None is GPT-2's."""
+    end: str | None = None
+    """The token that ends a document."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
     """Of `tokenizer_config.json`: padding, names of special tokens, a chat template."""
     template: str | None = None
     """The text of `chat_template.jinja`."""
+    generation: Mapping[str, Any] = field(default_factory=dict)
+    """`eos_token_id`, of the token or tokens at which the model ends a text, and `bos_token_id`, of
+    the one that begins it, where a file names them."""
+
+    @property
+    def end_ids(self) -> list[int]:
+        """Ids of the tokens at which the model ends a text."""
+        ids = self.generation.get("eos_token_id", [])
+        return ids if isinstance(ids, list) else [ids]
 
 
-@runtime_checkable
-class Tokenizer(Protocol):
+class Tokenizer(abc.ABC):
     """Text to token ids and back. Ids lie in [0, vocab_size)."""
 
-    @property
-    def name(self) -> str:
-        """`byte`, `gpt2`, or `tokenizer.json` for any other."""
-        ...
+    name: str
+    """`byte`, `gpt2`, or `tokenizer.json` for any other."""
+    vocab_size: int
+    eot: int
+    """Id of the token that ends a document; `encode` never returns it."""
+    eot_token: str
+    """The name of `eot`."""
+    files = TokenizerFiles()
+    """What files say of it; nothing of one that was made without."""
 
     @property
-    def vocab_size(self) -> int: ...
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """SHA-256 of all that decides the tokens, in hex."""
 
     @property
     def num_text_ids(self) -> int:
         """A model needs rows for the ids below this one: every token that a text becomes or that
         ends one. Special tokens after them, such as a `[PAD]`, stand in no text."""
-        ...
+        return self.vocab_size
 
     @property
-    def eot(self) -> int:
-        """Id of the token that ends a document; `encode` never returns it."""
-        ...
-
-    @property
-    def ends(self) -> Sequence[int]:
+    def ends(self) -> tuple[int, ...]:
         """Ids of the tokens at which the model ends a text: `eot`, and what else its files name."""
-        ...
+        others = (i for i in self.files.end_ids if i in range(self.vocab_size))
+        return tuple(dict.fromkeys([self.eot, *others]))
 
     @property
     def bos(self) -> int:
         """Id of the token that begins a text, if its files name one, or else `eot`."""
-        ...
+        named = self.id_of(_content(self.files.settings.get("bos_token")))
+        if named is None:
+            named = self.files.generation.get("bos_token_id")
+        return named if isinstance(named, int) and named in range(self.vocab_size) else self.eot
 
-    @property
-    def settings(self) -> Settings: ...
+    @abc.abstractmethod
+    def id_of(self, token: str | None) -> int | None:
+        """Id of a special token by its name; None where there is none of that name."""
 
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all that decides the tokens, in hex."""
-        ...
-
-    @property
-    def eot_token(self) -> str:
-        """The name of `eot`."""
-        ...
-
+    @abc.abstractmethod
     def to_json(self) -> bytes:
         """The `tokenizer.json` that means the same; that of GPT-2 takes 2 s."""
-        ...
 
+    @abc.abstractmethod
     def encode(self, text: str) -> Tokens:
         """Token ids of a text. A special token that the text spells out is ordinary text, and a
         lone surrogate becomes `?`."""
-        ...
 
+    @abc.abstractmethod
     def decode(self, tokens: Tokens) -> str:
         """Text of token ids. Invalid UTF-8 and ids beyond the vocabulary become U+FFFD."""
-        ...
 
-    def bytes_of_tokens(self) -> Int32[np.ndarray, " vocab"]:
-        """Length of each token's text in UTF-8, by id: what it adds between two others.
-        0 of special tokens, which stand for no text, and of ids without a token."""
-        ...
-
+    @abc.abstractmethod
     def pieces(self) -> Pieces:
         """A function that decodes tokens as they come. What it returns, joined, is `decode` of all
         tokens; what may still change with the next tokens is held back, unless they are the last.
         """
-        ...
+
+    @abc.abstractmethod
+    def bytes_of_tokens(self) -> Int32[np.ndarray, " vocab"]:
+        """Length of each token's text in UTF-8, by id: what it adds between two others.
+        0 of special tokens, which stand for no text, and of ids without a token."""
 
 
-class _BytesOfTokens:
+class _BytesOfTokens(Tokenizer):
     """The half of a tokenizer whose text is the bytes of its tokens, one after another."""
 
-    vocab_size: int
-    eot: int
+    eot_token = END_OF_TEXT
 
-    @property
-    def num_text_ids(self) -> int:
-        return self.vocab_size
+    @abc.abstractmethod
+    def _bytes_of(self, token: int) -> bytes: ...
 
-    def _bytes_of(self, token: int) -> bytes:
-        raise NotImplementedError
+    def id_of(self, token: str | None) -> int | None:
+        return self.eot if token == self.eot_token else None
 
     def decode(self, tokens: Tokens) -> str:
         return b"".join(map(self._bytes_of, tokens.tolist())).decode("utf-8", "replace")
@@ -194,9 +201,7 @@ class ByteTokenizer(_BytesOfTokens):
 
     name = "byte"
     vocab_size = 257
-    eot, eot_token = 256, END_OF_TEXT
-    bos, settings = eot, Settings()
-    ends: Sequence[int] = (256,)
+    eot = 256
     digest = _BYTE_DIGEST
 
     def to_json(self) -> bytes:
@@ -225,9 +230,7 @@ class GPT2Tokenizer(_BytesOfTokens):
 
     name = "gpt2"
     vocab_size = 50257
-    eot, eot_token = 50256, END_OF_TEXT
-    bos, settings = eot, Settings()
-    ends: Sequence[int] = (50256,)
+    eot = 50256
     digest = _GPT2_DIGEST
     # What tiktoken takes for white space, which is less than Python does.
     _white_space = re.compile(r"[^\S\x1c-\x1f]+")
@@ -254,7 +257,7 @@ class GPT2Tokenizer(_BytesOfTokens):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # tiktoken's own objects cannot be pickled.
-        return GPT2Tokenizer, (self._ranks,), {name: getattr(self, name) for name in _OF_FILES}
+        return GPT2Tokenizer, (self._ranks,), {"files": self.files}
 
     def to_json(self) -> bytes:
         tokens = [self._encoding.decode_single_token_bytes(i) for i in range(self.eot)]
@@ -288,7 +291,7 @@ class GPT2Tokenizer(_BytesOfTokens):
         return _REPLACEMENT.encode()  # a model with a padded vocabulary has ids without a token
 
 
-class JsonTokenizer:
+class JsonTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, by the library tokenizers (extra `hf`).
 
     Args:
@@ -318,8 +321,6 @@ class JsonTokenizer:
                 f"{_SETTINGS} beside it."
             )
         self.eot: int = vocabulary[eot_token]
-        self.ends: Sequence[int] = (self.eot,)
-        self.bos, self.settings = self.eot, Settings()
         self.vocab_size: int = max(vocabulary.values()) + 1
 
     @property
@@ -328,12 +329,14 @@ class JsonTokenizer:
         own = self._tokenizer.get_vocab(with_added_tokens=False).values()
         return max(*own, *self.ends, *(i for i, token in added.items() if not token.special)) + 1
 
+    def id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._tokenizer.token_to_id(token)
+
     def to_json(self) -> bytes:
         return self._content
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = {name: getattr(self, name) for name in _OF_FILES}
-        return JsonTokenizer, (self._content, self.eot_token), state
+        return JsonTokenizer, (self._content, self.eot_token), {"files": self.files}
 
     @property
     def digest(self) -> str:
@@ -452,7 +455,9 @@ def load(place: str | Workdir, *, eot_token: str | None = None) -> Tokenizer:
             )
     path = Path(place).expanduser() if isinstance(place, str) else place
     # A file never as bytes or GPT-2's: its name is in the plan of a preparation, which goes on.
-    return _open(_read(path), eot_token, built_in=path.suffix != ".json")
+    files = _read(path)
+    with about(path):
+        return _open(files, eot_token, built_in=path.suffix != ".json")
 
 
 def save(tokenizer: Tokenizer, directory: Workdir, *, max_seq_len: int | None = None) -> None:
@@ -464,11 +469,13 @@ def save(tokenizer: Tokenizer, directory: Workdir, *, max_seq_len: int | None = 
       directory: is made if it is missing.
       max_seq_len: of the model whose directory it is, if it is one.
     """
-    end, settings = tokenizer.eot_token, tokenizer.settings
-    _write(directory, tokenizer.name, tokenizer.to_json(), end, settings, max_seq_len)
+    files, generation = tokenizer.files, {}
     if max_seq_len is not None or len(tokenizer.ends) > 1 or tokenizer.bos != tokenizer.eot:
         ends = list(tokenizer.ends) if len(tokenizer.ends) > 1 else tokenizer.eot
-        write_json(directory / _GENERATION, {"bos_token_id": tokenizer.bos, "eos_token_id": ends})
+        generation = {"bos_token_id": tokenizer.bos, "eos_token_id": ends}
+    content, end = tokenizer.to_json(), tokenizer.eot_token
+    files = replace(files, content=content, end=end, generation=generation)
+    _write(directory, tokenizer.name, files, max_seq_len)
 
 
 @runtime_checkable
@@ -496,7 +503,8 @@ def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
     if tokens.tokenizer_digest is None:  # of another program, or of a source of the user's
         return load(tokens.tokenizer)
     files = _read(tokens.tokenizer_place)
-    tokenizer = _open(files, built_in=tokens.tokenizer != JsonTokenizer.name)
+    with about(tokens.tokenizer_place):
+        tokenizer = _open(files, built_in=tokens.tokenizer != JsonTokenizer.name)
     _check_digest(tokens, tokenizer.digest)
     return tokenizer
 
@@ -538,16 +546,16 @@ def copy_tokenizer(tokens: Tokenized, directory: Workdir) -> None:
     """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
     if tokens.tokenizer_digest is not None:
         files = _read(tokens.tokenizer_place)
-        end = files.end or END_OF_TEXT
+        files = replace(files, end=files.end or END_OF_TEXT)
         if tokens.tokenizer == JsonTokenizer.name:
-            _check_digest(tokens, _digest([files.content or b"", end.encode()]))
-        _write(directory, tokens.tokenizer, files.content, end, files.settings)
-        if files.generation:
-            write_json(directory / _GENERATION, files.generation)
+            _check_digest(tokens, _digest([files.content or b"", str(files.end).encode()]))
     elif tokens.tokenizer == ByteTokenizer.name:
-        save(ByteTokenizer(), directory)
+        files = TokenizerFiles(content=ByteTokenizer().to_json(), end=END_OF_TEXT)
     elif tokens.tokenizer == GPT2Tokenizer.name:
-        _write(directory, GPT2Tokenizer.name, None, END_OF_TEXT, Settings())
+        files = TokenizerFiles(end=END_OF_TEXT)
+    else:
+        return
+    _write(directory, tokens.tokenizer, files)
 
 
 def _check_digest(tokens: Tokenized, digest: str) -> None:
@@ -558,47 +566,29 @@ def _check_digest(tokens: Tokenized, digest: str) -> None:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Files:
-    """What the files of a directory say."""
-
-    place: Workdir
-    content: bytes | None
-    """The `tokenizer.json`; None is GPT-2's."""
-    end: str | None
-    """The token that ends a document."""
-    settings: Settings = Settings()
-    generation: Mapping[str, Any] = field(default_factory=dict)
-    """`eos_token_id`, of the tokens at which the model ends a text, and `bos_token_id`, of the one
-    that begins it, if they are known."""
-
-
 def _write(
-    directory: Workdir,
-    name: str,
-    content: bytes | None,
-    end: str,
-    given: Settings,
-    max_seq_len: int | None = None,
+    directory: Workdir, name: str, files: TokenizerFiles, max_seq_len: int | None = None
 ) -> None:
-    if content is not None:
-        write_bytes(directory / _TOKENIZER, content)
-    if given.template is not None:
-        write_bytes(directory / _TEMPLATE, given.template.encode())
-    fields = given.fields or dict.fromkeys(("bos_token", "unk_token"), end)
-    is_gpt2 = name == GPT2Tokenizer.name
+    """Write files for a tokenizer of this name."""
+    if files.content is not None:
+        write_bytes(directory / _TOKENIZER, files.content)
+    if files.template is not None:
+        write_bytes(directory / _TEMPLATE, files.template.encode())
+    given = files.settings or dict.fromkeys(("bos_token", "unk_token"), files.end)
     settings: dict[str, Any] = {
         "clean_up_tokenization_spaces": False,
-        **{key: value for key, value in fields.items() if key not in _LEFT_OUT},
-        "eos_token": end,
-        "tokenizer_class": _GPT2_CLASS if is_gpt2 else "PreTrainedTokenizerFast",
+        **{key: value for key, value in given.items() if key not in _LEFT_OUT},
+        "eos_token": files.end,
+        "tokenizer_class": _GPT2_CLASS if name == GPT2Tokenizer.name else "PreTrainedTokenizerFast",
     }
     if max_seq_len is not None:
         settings["model_max_length"] = max_seq_len
     write_json(directory / _SETTINGS, settings)
+    if files.generation:
+        write_json(directory / _GENERATION, files.generation)
 
 
-def _read(place: Workdir) -> _Files:
+def _read(place: Workdir) -> TokenizerFiles:
     """What a directory says, or a file in it that is a `tokenizer.json` of any name."""
     is_file = place.suffix == ".json"
     directory, file = (place.parent, place.name) if is_file else (place, _TOKENIZER)
@@ -610,9 +600,8 @@ def _read(place: Workdir) -> _Files:
 
         settings = fields("special_tokens_map.json") | fields(_SETTINGS)
         end, kind = settings.get("eos_token"), settings.get("tokenizer_class", "")
-        if not settings:  # earlier versions named a kind, of a run and beside tokens
-            old = fields("description.json") or fields("meta.json")
-            kind, end = old.get("name") or old.get("tokenizer"), old.get("eot_token")
+        if not settings:  # earlier versions named it beside tokens
+            kind, end = (fields("meta.json").get(name) for name in ("tokenizer", "eot_token"))
         if file in names:
             require_file(directory / file)
             content = (directory / file).read_bytes()
@@ -634,25 +623,18 @@ def _read(place: Workdir) -> _Files:
         of_model = fields("config.json") if file == _TOKENIZER else {}
         said = {key: value for key, value in of_model.items() if value is not None}
         said |= {key: value for key, value in fields(_GENERATION).items() if value is not None}
-        generation = {key: said[key] for key in ("bos_token_id", "eos_token_id") if key in said}
-        end = _content(end)
+        files = TokenizerFiles(
+            content=content,
+            end=_content(end),
+            settings=settings,
+            template=read_text(directory / _TEMPLATE) if _TEMPLATE in names else None,
+            generation={key: said[key] for key in ("bos_token_id", "eos_token_id") if key in said},
+        )
         if content is not None and added:
             with about(directory):
-                content = _with_added(content, added, {end, *_ids(generation)}, str(settings))
-        template = read_text(directory / _TEMPLATE) if _TEMPLATE in names else None
-    return _Files(
-        place=place,
-        content=content,
-        end=end,
-        settings=Settings(fields=settings, template=template),
-        generation=generation,
-    )
-
-
-def _ids(generation: Mapping[str, Any]) -> list[int]:
-    """The ids of all tokens that end a text."""
-    ids = generation.get("eos_token_id", [])
-    return ids if isinstance(ids, list) else [ids]
+                ends = {files.end, *files.end_ids}
+                files = replace(files, content=_with_added(content, added, ends, str(settings)))
+    return files
 
 
 def _content(token: Any) -> Any:
@@ -660,41 +642,26 @@ def _content(token: Any) -> Any:
     return token["content"] if isinstance(token, dict) else token
 
 
-def _open(files: _Files, eot_token: str | None = None, *, built_in: bool = True) -> Tokenizer:
+def _open(files: TokenizerFiles, eot_token: str | None = None, *, built_in: bool) -> Tokenizer:
     """The tokenizer of files; with `built_in` that of bytes or GPT-2, if they mean the same."""
-    with about(files.place):
-        if files.content is None:
-            return _as_said(GPT2Tokenizer(), files, {END_OF_TEXT: GPT2Tokenizer.eot})
+    if files.content is None:
+        tokenizer: Tokenizer = GPT2Tokenizer()
+    else:
         fields = parse_json(files.content)
         vocabulary = _vocabulary(fields)
         token_of = {number: token for token, number in vocabulary.items()}
-        ends = [number for number in _ids(files.generation) if number in token_of]
-        named = [files.end, *map(token_of.__getitem__, ends), END_OF_TEXT]
+        named = [files.end, *map(token_of.get, files.end_ids)]
         end = eot_token or next((token for token in named if token in vocabulary), END_OF_TEXT)
         is_candidate = built_in and vocabulary and end == END_OF_TEXT
         tokens = _plain_tokens(fields, vocabulary) if is_candidate else []
         match _digest(tokens):
             case ByteTokenizer.digest:
-                return _as_said(ByteTokenizer(), files, vocabulary)
+                tokenizer = ByteTokenizer()
             case GPT2Tokenizer.digest:
-                ranks = {token: rank for rank, token in enumerate(tokens[:-1])}
-                return _as_said(GPT2Tokenizer(ranks), files, vocabulary)
-        return _as_said(JsonTokenizer(files.content, end), files, vocabulary)
-
-
-def _as_said(
-    tokenizer: ByteTokenizer | GPT2Tokenizer | JsonTokenizer,
-    files: _Files,
-    vocabulary: Mapping[str, int],
-) -> Tokenizer:
-    """The tokenizer with what its files say beside the vocabulary."""
-    known = range(tokenizer.vocab_size)
-    ends = [number for number in _ids(files.generation) if number in known]
-    tokenizer.ends = tuple(dict.fromkeys([tokenizer.eot, *ends]))
-    begin = vocabulary.get(_content(files.settings.fields.get("bos_token")))
-    named = files.generation.get("bos_token_id") if begin is None else begin
-    tokenizer.bos = named if isinstance(named, int) and named in known else tokenizer.eot
-    tokenizer.settings = files.settings
+                tokenizer = GPT2Tokenizer({token: i for i, token in enumerate(tokens[:-1])})
+            case _:
+                tokenizer = JsonTokenizer(files.content, str(end))
+    tokenizer.files = files
     return tokenizer
 
 

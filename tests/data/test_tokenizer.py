@@ -311,15 +311,14 @@ def test_one_form_in_every_directory(saved, json_file, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["byte", "gpt2", "tokenizer.json"])
 def test_what_earlier_versions_wrote(kinds, json_file, tmp_path, name):
-    """A kind by its name, in `meta.json` beside tokens and in `description.json` of a run."""
+    """A kind by its name, in `meta.json` beside tokens."""
     tokenizer = kinds[name]
     own = {} if name != "tokenizer.json" else {name: json_file.read_text()}
     end = {"eot_token": "<|endoftext|>"} if own else {}
     write_files(tmp_path / "tokens", {"meta.json": {"tokenizer": name} | end} | own)
-    write_files(tmp_path / "run", {"description.json": {"name": name} | end} | own)
     tokens = tokens_in(tmp_path / "tokens", name, tokenizer.digest)
     copy_tokenizer(tokens, tmp_path / "copied")
-    for directory in ("tokens", "run", "copied"):
+    for directory in ("tokens", "copied"):
         read = load(tmp_path / directory)
         assert (read.name, read.digest) == (name, tokenizer.digest)
     assert tokenizer_of_tokens(tokens).digest == tokenizer.digest
