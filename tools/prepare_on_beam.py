@@ -37,7 +37,7 @@ def main() -> None:
     preparation = preparation_of(arguments)
     preparation.begin()
     with beam.Pipeline(options=PipelineOptions(words[end + 1 :])) as pipeline:
-        numbers = pipeline | beam.Create(range(len(preparation.tasks))) | beam.Reshuffle()
+        numbers = pipeline | beam.Create(range(len(preparation.recipe.tasks))) | beam.Reshuffle()
         _ = numbers | beam.Map(preparation.run_task)
     metadata = preparation.finish()
     assert metadata is not None  # all tasks are done

@@ -146,6 +146,7 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
     """What a command line says, opened but not begun."""
     from maxmars.data.open_corpus import PRESETS, open_corpus
     from maxmars.data.prepare import Preparation
+    from maxmars.data.tasks import Recipe
 
     source, separator = arguments.source, arguments.document_separator
     fraction = arguments.validation_fraction
@@ -167,10 +168,9 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
         data_dir=arguments.data_dir,
         separator=separator,
     )
-    return Preparation(
+    recipe = Recipe(
         corpus=open_(source),
         validation=None if held_out is None else open_(held_out),
-        out=resolve(arguments.out),
         tokenizer=load(arguments.tokenizer, eot_token=arguments.eot_token),
         source=source if held_out is None else f"{source}, validation {held_out}",
         validation_fraction=fraction,
@@ -182,12 +182,13 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
             arguments if held_out else replace(arguments, validation_fraction=fraction)
         ),
     )
+    return Preparation(recipe, resolve(arguments.out))
 
 
 def _prepare(arguments: PrepareArguments) -> int:
     share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
     preparation = preparation_of(arguments)
-    out = preparation.out
+    recipe, out = preparation.recipe, preparation.out
     workers = arguments.workers
     if workers is None:
         workers = len(os.sched_getaffinity(0))
@@ -195,7 +196,7 @@ def _prepare(arguments: PrepareArguments) -> int:
     if not was_complete:
         with Progress(stderr=True) as status:
             status.update("looking at the text")
-            corpora = filter(None, (preparation.corpus, preparation.validation))
+            corpora = filter(None, (recipe.corpus, recipe.validation))
             hints = list(filter(None, (corpus.hint() for corpus in corpora)))
         for hint in hints:
             print(f"note: {hint}", file=sys.stderr)
@@ -205,7 +206,7 @@ def _prepare(arguments: PrepareArguments) -> int:
         done = f"the tasks {arguments.tasks} of {out} are done"
         print(f"{done}; the last of the other jobs completes it")
         return 0
-    if (metadata.source, metadata.tokenizer) != (preparation.source, preparation.tokenizer.name):
+    if (metadata.source, metadata.tokenizer) != (recipe.source, recipe.tokenizer.name):
         raise ValueError(
             f"{out} holds {metadata.source} as tokens of {metadata.tokenizer}; choose another "
             "directory, or give its own source and --tokenizer."

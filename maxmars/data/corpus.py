@@ -1,8 +1,7 @@
 """Text to prepare, in files on a disk or in a bucket, in memory, or the sources of Python.
 
-A corpus is a list of files with documents in them. A `Stretch` of documents, which is a file or
-one of several equal ones in a large file, can be read by itself, so that stretches can be prepared
-in any order and on any machine. Where one begins depends on the file alone.
+A corpus is a list of files with documents in them. A `FileRange`, which is a file or a part of a
+large one, can be read by itself, so that ranges can be prepared in any order and on any machine.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from maxmars.data.rows import (
     decompressed,
     kind_of,
     reading,
-    refuse,
     rows_of,
     texts_of,
 )
@@ -55,88 +53,76 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "_
 
 
 @dataclass(frozen=True)
-class Stretch:
-    """Consecutive documents of a file, or consecutive text of a document that is a file."""
+class FileRange:
+    """A file, or what lies in it between two shares of its bytes, rows or groups of rows: from 0.9
+    to 1.0 is its last tenth."""
 
     file: int
     """Index of the file in the corpus."""
-    number: int = 0
-    count: int = 1
-    """The stretch is number `number`, from 0, of so many equal ones."""
-    share: tuple[float, float] = (0.0, 1.0)
-    """Of what it is one: (0.9, 1.0) is the last tenth of a file."""
+    start: float = 0.0
+    end: float = 1.0
 
     @property
-    def is_of_whole(self) -> bool:
-        """Whether the stretches are of the whole file."""
-        return self.share == (0.0, 1.0)
-
-    def share_of(self, count: int) -> tuple[int, int]:
-        """The first of `count` things that belongs to the share, and the first after it.
-
-        Of two things or more, each share has one at least.
-        """
-        low, high = (
-            count * int(share)
-            if share in (0.0, 1.0)
-            else max(min(int(count * share), count - 1), 1)
-            for share in self.share
-        )
-        return low, high
+    def is_whole(self) -> bool:
+        """Whether it is all of the file."""
+        return (self.start, self.end) == (0.0, 1.0)
 
     def of(self, count: int) -> tuple[int, int]:
-        """The first of `count` things that belongs to the stretch, and the first after it."""
-        low, high = self.share_of(count)
-        first, last = (low + (high - low) * i // self.count for i in (self.number, self.number + 1))
-        return first, last
+        """The first of `count` things that lies in the range, and the first after it.
+
+        Of two things or more, the first and the last lie on different sides of a place within.
+        """
+        first, after = (
+            count * int(share)
+            if share in (0.0, 1.0)
+            else max(min(int(count * share), count - 1), min(count, 1))
+            for share in (self.start, self.end)
+        )
+        return first, after
 
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or one of several consecutive stretches of it."""
+    """A text, or the part of one that lies in a range of its file."""
 
     name: str
-    """Its hash decides the split."""
     blocks: Iterable[str]
     """The text, in one or several pieces."""
     first: bool = True
-    """Whether the text begins here."""
+    """Whether the document begins here."""
     last: bool = True
-    """Whether the text ends here."""
+    """Whether the document ends here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusFile:
+    """A file of a corpus."""
+
+    name: str
+    num_bytes: int | None
+    """Of text, about; None where nobody knows."""
+    is_document: bool = False
+    """Whether the file is one document, whose end is held out, and not one of many or of rows,
+    which are held out whole."""
+    is_divisible: bool = False
+    """Whether a range of it can be read by itself."""
 
 
 class Corpus(abc.ABC):
     """Documents in files. Other processes get a corpus by pickle."""
 
-    files: Sequence[str]
-    """Names of the files, in order."""
-    num_bytes: Sequence[int | None]
-    """Bytes of text in each file, about; None where nobody knows."""
+    files: Sequence[CorpusFile]
     fingerprint: str
     """Changes when the documents do, as far as can be told without reading them."""
 
-    def is_text(self, file: int) -> bool:
-        """Whether a file is one document, of which any stretch can be read by itself."""
-        del file
-        return False
-
-    def is_divisible(self, file: int) -> bool:
-        """Whether a stretch of a file, or of the documents in it, can be read by itself."""
-        return self.is_text(file)
-
-    def has_tail(self, file: int) -> bool:
-        """Whether the end of a file is for validation, and not documents by a hash of their names;
-        then any `Stretch.share` of it can be read."""
-        del file
-        return False
-
     @abc.abstractmethod
-    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
-        """The documents of a stretch.
+    def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:
+        """The documents of a file, or of a range of a file that is divisible.
 
         Args:
-          stretch: which; a share of a file needs `has_tail`.
-          on_bad: is told of each bad line or row, and raises or leaves it out.
+          part: the range.
+          on_bad: called with the error of each bad line or row, which is then left out; None raises
+            the error.
 
         Raises:
           ValueError: the file is damaged, or lacks the field with the text.
@@ -156,12 +142,14 @@ class Texts(Corpus):
 
     def __init__(self, documents: Iterable[tuple[str, str]]) -> None:
         self._documents = list(documents)
-        self.files = [name for name, _ in self._documents]
-        self.num_bytes = [len(text.encode("utf-8", "replace")) for _, text in self._documents]
+        self.files = [
+            CorpusFile(name=name, num_bytes=len(text.encode("utf-8", "replace")))
+            for name, text in self._documents
+        ]
         self.fingerprint = _digest(f"{name}\0{text}" for name, text in self._documents)
 
-    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
-        name, text = self._documents[stretch.file]
+    def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:
+        name, text = self._documents[part.file]
         yield Document(name, (text,))
 
 
@@ -194,7 +182,6 @@ class TextFiles(Corpus):
         for pattern in patterns:
             files |= _matches(os.path.expanduser(pattern))
         self._paths = sorted(files)
-        self._sizes = [files[path][0] for path in self._paths]
         self._text_field = text_field
         self._separator = (separator or "").encode()
         self._kinds = [kind_of(path) for path in self._paths]
@@ -205,61 +192,50 @@ class TextFiles(Corpus):
             )
         absolute = [path if is_remote(path) else os.path.abspath(path) for path in self._paths]
         root = os.path.commonpath([os.path.dirname(path) for path in absolute])
-        self.files = [Path(os.path.relpath(path, root)).as_posix() for path in absolute]
-        self.num_bytes = [
-            size * (_COMPRESSION if compression or kind == ".parquet" else 1)
-            for (kind, compression), size in zip(self._kinds, self._sizes, strict=True)
+        names = [Path(os.path.relpath(path, root)).as_posix() for path in absolute]
+        self.files = [
+            self._described(name, files[path][0], *kind)
+            for name, path, kind in zip(names, self._paths, self._kinds, strict=True)
         ]
         versions = (" ".join(map(str, files[path])) for path in self._paths)
-        listing = [" ".join(row) for row in zip(self.files, versions, strict=True)]
+        listing = [" ".join(row) for row in zip(names, versions, strict=True)]
         how = [text_field, *([separator] if separator else [])]
         self.fingerprint = _digest([*how, *listing])
 
-    def _is_one_text(self, file: int) -> bool:
-        return self._kinds[file][0] in TEXT and not self._separator
+    def _described(self, name: str, size: int, kind: str, compression: str) -> CorpusFile:
+        is_packed, mark = bool(compression) or kind == ".parquet", self._separator
+        # Where the next separator is must not depend on where one looks from.
+        overlaps = any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
+        return CorpusFile(
+            name=name,
+            num_bytes=size * (_COMPRESSION if is_packed else 1),
+            is_document=kind in TEXT and not mark,
+            is_divisible=kind == ".parquet"
+            or (not compression and (kind in LINES or (kind in TEXT and not overlaps))),
+        )
 
-    def is_text(self, file: int) -> bool:
-        return self._is_one_text(file) and not self._kinds[file][1]
-
-    def has_tail(self, file: int) -> bool:
-        return self._is_one_text(file)
-
-    def is_divisible(self, file: int) -> bool:
-        kind, compression = self._kinds[file]
-        if kind in TEXT:  # where the next separator is must not depend on where one looks from
-            mark = self._separator
-            overlaps = any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
-            return not compression and not overlaps
-        return kind == ".parquet" or (kind in LINES and not compression)
-
-    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
-        """The documents of a stretch; see `Corpus.read`."""
-        path, name = self._paths[stretch.file], self.files[stretch.file]
+    def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:
+        """The documents of a range of a file; see `Corpus.read`."""
+        path, name = self._paths[part.file], self.files[part.file].name
         with _reporting(path):
-            if self._is_one_text(stretch.file):
-                yield from self._read_text(path, name, stretch)
+            if self.files[part.file].is_document:
+                with reading(path), _open(path) as raw:
+                    file = decompressed(raw, self._kinds[part.file][1])
+                    start, end = 0, None
+                    if not part.is_whole:
+                        start, end = bounds_in_text(raw, raw.seek(0, io.SEEK_END), part)
+                        raw.seek(start)
+                    yield Document(name, _decoded(file, path, start, end))
                 return
             rows = rows_of(
                 lambda: _open(path),
                 path,
-                stretch.of if stretch.count > 1 else None,
+                None if part.is_whole else part.of,
                 field=self._text_field,
                 separator=self._separator,
             )
             for place, text in texts_of(rows, path, on_bad):
                 yield Document(f"{name}:{place}", (text,))
-
-    def _read_text(self, path: str, name: str, stretch: Stretch) -> Iterator[Document]:
-        """The text of a file that is one document."""
-        with reading(path), _open(path) as raw:
-            file, start, end = decompressed(raw, self._kinds[stretch.file][1]), 0, None
-            if self.is_text(stretch.file):
-                start, end = _bounds_in_text(raw, self._sizes[stretch.file], stretch)
-                raw.seek(start)
-            elif not stretch.is_of_whole:  # it is compressed: its end is known when all is read
-                yield part_of(name, "".join(_decoded(file, path, 0, None)), stretch)
-                return
-            yield Document(name, _decoded(file, path, start, end), *_ends(stretch))
 
     def _find_separator(self) -> None:
         """Read the texts up to the first separator, and refuse one that occurs nowhere."""
@@ -290,7 +266,7 @@ class TextFiles(Corpus):
         """
         if self._separator:
             self._find_separator()
-        texts = filter(self._is_one_text, range(len(self._paths)))
+        texts = (number for number, file in enumerate(self.files) if file.is_document)
         for number in itertools.islice(texts, _FILES_LOOKED_INTO):
             path, (_, compression) = self._paths[number], self._kinds[number]
             with _reporting(path), reading(path), _open(path) as raw:
@@ -315,21 +291,19 @@ class PythonSources(Corpus):
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root or Path(sysconfig.get_path("stdlib"))
-        self.files = _python_names(self._root)
-        sizes = [(self._root / name).stat().st_size for name in self.files]
-        self.num_bytes = sizes
+        self.files = [
+            CorpusFile(name=name, num_bytes=(self._root / name).stat().st_size)
+            for name in _python_names(self._root)
+        ]
         # Cheaper than a digest of the text.
-        listing = [f"{name} {size}" for name, size in zip(self.files, sizes, strict=True)]
+        listing = [f"{file.name} {file.num_bytes}" for file in self.files]
         self.fingerprint = _digest([f"Python {platform.python_version()}", *listing])
 
-    def is_text(self, file: int) -> bool:
-        return True
-
-    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
+    def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:
         """The text of a file, if it is UTF-8."""
-        name = self.files[stretch.file]
+        name = self.files[part.file].name
         with contextlib.suppress(UnicodeDecodeError, OSError):
-            yield part_of(name, (self._root / name).read_bytes().decode(), stretch)
+            yield Document(name, ((self._root / name).read_bytes().decode(),))
 
 
 def _matches(pattern: str) -> dict[str, tuple[int, str]]:
@@ -422,28 +396,10 @@ def _reporting(path: str) -> Generator[None]:
             raise
 
 
-def _ends(stretch: Stretch) -> tuple[bool, bool]:
-    """Whether a stretch begins its share of a text, which is a document of its own, and ends it."""
-    return stretch.number == 0, stretch.number == stretch.count - 1
-
-
-def part_of(name: str, text: str, stretch: Stretch) -> Document:
-    """What of a text belongs to a stretch."""
-    if stretch.is_of_whole and stretch.count == 1:
-        return Document(name, (text,))
-    data = text.encode("utf-8", "replace")
-    start, end = _bounds_in_text(io.BytesIO(data), len(data), stretch)
-    return Document(name, (data[start:end].decode(),), *_ends(stretch))
-
-
-def _bounds_in_text(file: io.BufferedIOBase, size: int, stretch: Stretch) -> tuple[int, int]:
-    """The bytes of a text that belong to a stretch."""
-    low, high = (_cut(file, position, size) for position in stretch.share_of(size))
-
-    def bound(number: int) -> int:
-        return _cut(file, low + (high - low) * number // stretch.count, high) if number else low
-
-    return bound(stretch.number), bound(stretch.number + 1)
+def bounds_in_text(file: io.BufferedIOBase, size: int, part: FileRange) -> tuple[int, int]:
+    """The bytes of a text that lie in a range of it."""
+    start, end = (_cut(file, position, size) for position in part.of(size))
+    return start, end
 
 
 def _cut(file: io.BufferedIOBase, position: int, end: int) -> int:

@@ -16,12 +16,13 @@ from typing import Any
 from maxmars.config.errors import needs_extra
 from maxmars.data.corpus import (
     Corpus,
+    CorpusFile,
     Document,
+    FileRange,
     PythonSources,
-    Stretch,
     TextFiles,
 )
-from maxmars.data.rows import OnBad, Row, no_field, refuse, text_in, texts_of
+from maxmars.data.rows import OnBad, Row, no_field, text_in, texts_of
 
 # NAME[:1.0.0][:split]; only the split may have colons of its own, as in train[:10%].
 _TFDS_SOURCE = re.compile(r"([^:]+(?::(?:\d+|\*)(?:\.(?:\d+|\*)){2})?)(?::(.+))?")
@@ -148,11 +149,17 @@ class TfdsCorpus(Corpus):
         info = builder.info.splits[split]
         lengths = list(info.shard_lengths) if "[" not in split else [len(records)]
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        self.files = [f"{builder.info.full_name}/{split}/{i}" for i in range(len(lengths))]
         total = int(info.num_bytes) if "[" not in split else None
-        self.fingerprint = f"{self.files[0]} {self._starts} {text_field}"
         rows = max(self._starts[-1], 1)
-        self.num_bytes = [None if total is None else total * length // rows for length in lengths]
+        self.files = [
+            CorpusFile(
+                name=f"{builder.info.full_name}/{split}/{i}",
+                num_bytes=None if total is None else total * length // rows,
+                is_divisible=True,
+            )
+            for i, length in enumerate(lengths)
+        ]
+        self.fingerprint = f"{self.files[0].name} {self._starts} {text_field}"
 
     def _open(self) -> tuple[Any, Any]:
         """The builder, and the records of the split."""
@@ -181,14 +188,11 @@ class TfdsCorpus(Corpus):
         """Everything but open files."""
         return {name: value for name, value in self.__dict__.items() if name != "_records"}
 
-    def is_divisible(self, file: int) -> bool:
-        return True
-
-    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
-        """The documents of a stretch of a shard."""
-        name = self.files[stretch.file]
-        start, end = self._starts[stretch.file], self._starts[stretch.file + 1]
-        first, last = (start + number for number in stretch.of(end - start))
+    def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:
+        """The documents of a range of a shard."""
+        name = self.files[part.file].name
+        start, end = self._starts[part.file], self._starts[part.file + 1]
+        first, last = (start + number for number in part.of(end - start))
 
         def rows() -> Iterator[Row]:
             for begin in range(first, last, _TFDS_ROWS):
@@ -217,15 +221,16 @@ class HubCorpus(Corpus):
         """Look up the files; read none."""
         self._dataset, self._text_field = dataset, text_field
         self._stream, identity = _open_stream(dataset)
-        count = self._stream.num_shards
-        self.files = [f"{dataset.repository}/{dataset.split}/{i}" for i in range(count)]
-        self.num_bytes = [None] * count
+        self.files = [
+            CorpusFile(name=f"{dataset.repository}/{dataset.split}/{i}", num_bytes=None)
+            for i in range(self._stream.num_shards)
+        ]
         self.fingerprint = f"{dataset} {text_field} {identity}"
 
-    def read(self, stretch: Stretch, on_bad: OnBad = refuse) -> Iterator[Document]:
+    def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:
         """The documents of a file."""
-        name = self.files[stretch.file]
-        rows = _read_rows(self._stream.shard(num_shards=len(self.files), index=stretch.file), name)
+        name = self.files[part.file].name
+        rows = _read_rows(self._stream.shard(num_shards=len(self.files), index=part.file), name)
         texts = texts_of(_rows(rows, self._text_field), name, on_bad)
         for number, text in enumerate(self._joined(text for _, text in texts)):
             yield Document(f"{name}:{number}", (text,))

@@ -67,7 +67,7 @@ from maxmars.distributed.files import (
 )
 from maxmars.distributed.progress import Progress
 
-_PLAN_VERSION = 5  # of the rules by which text becomes tasks and splits
+_PLAN_VERSION = 6  # of the rules by which text becomes tasks and splits
 _TASKS = "tasks"
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})_\d+(_\d+)?\.bin")
 _OURS = re.compile(rf"{_SHARD.pattern}|({'|'.join(SPLITS)})_documents\.bin")
@@ -93,44 +93,46 @@ def prepare(
       documents: a corpus, or pairs (name, text) as if of text files; a name need not be unique.
       out: the directory to make, on a disk or in a bucket.
       workers: processes that tokenise, started by `spawn`; 0 does so here.
-      **options: the other fields of `Preparation`.
+      **options: the other fields of `Recipe`.
 
     Returns:
       What was written.
 
     Raises:
-      As `Preparation`, and its `run` and `finish`.
+      As `Recipe`, and `run` and `finish` of `Preparation`.
     """
     corpus = documents if isinstance(documents, Corpus) else Texts(documents)
-    preparation = Preparation(corpus=corpus, out=resolve(out), **options)
+    preparation = Preparation(Recipe(corpus=corpus, **options), resolve(out))
     preparation.run(workers)
     metadata = preparation.finish()
     assert metadata is not None
     return metadata
 
 
-@dataclass(frozen=True, kw_only=True)
-class Preparation(Recipe):
+@dataclass(frozen=True)
+class Preparation:
     """A directory of tokens in the making. Processes share it by pickle, or make it anew.
 
-    Every document is followed by the end-of-text token; empty ones are left out. For validation are
-    the end of each `.txt`, and of other files the documents that a hash of their names says; or all
-    of another corpus.
+    Every document is followed by the end-of-text token; empty ones are left out.
     """
+
+    recipe: Recipe
+    out: Workdir
 
     @functools.cached_property
     def _plan(self) -> str:
+        recipe = self.recipe
         fields = {
             "version": _PLAN_VERSION,
-            "source": self.source,
-            "corpus": self.corpus.fingerprint,
-            "validation": None if self.validation is None else self.validation.fingerprint,
-            "tokenizer": self.tokenizer.name,
-            "tokenizer_digest": self.tokenizer.digest,
-            "validation_fraction": self.validation_fraction,
-            "shard_tokens": self.shard_tokens,
-            "task_bytes": self.task_bytes,
-            "num_tasks": len(self.tasks),
+            "source": recipe.source,
+            "corpus": recipe.corpus.fingerprint,
+            "validation": recipe.validation and recipe.validation.fingerprint,
+            "tokenizer": recipe.tokenizer.name,
+            "tokenizer_digest": recipe.tokenizer.digest,
+            "validation_fraction": recipe.validation_fraction,
+            "shard_tokens": recipe.shard_tokens,
+            "task_bytes": recipe.task_bytes,
+            "num_tasks": len(recipe.tasks),
         }
         return json.dumps(fields, indent=2) + "\n"
 
@@ -159,7 +161,7 @@ class Preparation(Recipe):
             )
         num_done = len(self._done())
         self._check_disk(num_done)
-        self.check_loss()
+        self.recipe.check_loss()
         if begun is not None and begun != self._plan:
             if any(filter(_RECORD.fullmatch, _names(self.out / _TASKS))):
                 raise ValueError(self._other_arguments(begun))
@@ -176,7 +178,7 @@ class Preparation(Recipe):
         self._refuse_if_finished(_names(self.out))  # others may have been faster
         if num_done:
             print(
-                f"continuing {self.out}: {num_done:,} of {len(self.tasks):,} tasks are done",
+                f"continuing {self.out}: {num_done:,} of {len(self.recipe.tasks):,} tasks are done",
                 file=sys.stderr,
             )
 
@@ -208,10 +210,10 @@ class Preparation(Recipe):
         if not 0 <= index < count:
             raise ValueError(f"tasks={index}/{count} must be i/n with 0 <= i < n, from 0.")
         self.begin()
-        numbers = range(index, len(self.tasks), count)
+        numbers = range(index, len(self.recipe.tasks), count)
         done = self._read_records(sorted(self._done().intersection(numbers)))
         todo = [number for number in numbers if number not in done]
-        before = sum(self.tasks[number].num_bytes or 0 for number in done)
+        before = sum(self.recipe.tasks[number].num_bytes or 0 for number in done)
         with Progress(stderr=True) as status:
 
             def progress(num_tasks: int, num_bytes: int) -> None:
@@ -250,7 +252,9 @@ class Preparation(Recipe):
         self, number: int, report: Callable[[int], None], fill: Fill | None = None
     ) -> dict[str, Any]:
         """Write what a task makes, and its record, which is returned."""
-        record = write_task(self, number, check=self._check_plan, report=report, fill=fill)
+        record = write_task(
+            self.recipe, number, self.out, check=self._check_plan, report=report, fill=fill
+        )
         for split, described in record["splits"].items():
             starts = described.pop("starts")
             described["num_starts"] = len(starts)
@@ -279,28 +283,29 @@ class Preparation(Recipe):
 
     def _describe(self) -> bool:
         """Write `meta.json`, if all tasks are done."""
-        records = self._read_records(range(len(self.tasks)))
-        if len(records) < len(self.tasks):
+        recipe = self.recipe
+        records = self._read_records(range(len(recipe.tasks)))
+        if len(records) < len(recipe.tasks):
             return METADATA in _names(self.out)
         skipped = sum(
             (read_as(Skipped, record["skipped"]) for record in records.values()), Skipped()
         )
-        skipped.refuse_over(self.skip_bad)
-        if self.validation_fraction:
+        skipped.refuse_over(recipe.skip_bad)
+        if recipe.validation_fraction:
             self._fill(records)
         splits = {split: self._join(split, records) for split in SPLITS}
         splits = {name: split for name, split in splits.items() if split.num_tokens}
         self._check_splits(splits)
-        save(self.tokenizer, self.out)
+        save(recipe.tokenizer, self.out)
         metadata = Metadata(
-            tokenizer=self.tokenizer.name,
-            tokenizer_digest=self.tokenizer.digest,
-            vocab_size=self.tokenizer.vocab_size,
-            dtype=self.dtype,
+            tokenizer=recipe.tokenizer.name,
+            tokenizer_digest=recipe.tokenizer.digest,
+            vocab_size=recipe.tokenizer.vocab_size,
+            dtype=recipe.dtype,
             splits=splits,
-            source=self.source,
-            command=self.command,
-            loss=self.check_loss(),
+            source=recipe.source,
+            command=recipe.command,
+            loss=recipe.check_loss(),
             skipped=skipped if skipped.count else None,
             repeated=self._repeated(records) or None,
         )
@@ -319,7 +324,8 @@ class Preparation(Recipe):
             return
         (split,) = set(SPLITS) - set(empty)
         number = max(n for n, r in records.items() if r["splits"][split]["num_documents"])
-        fill = Fill(split=empty[0], is_only=counts[split] == 1)
+        last = records[number]["splits"][split]["num_documents"] - 1
+        fill = Fill(split=empty[0], number=last, is_only=counts[split] == 1)
         before = _shards(records[number])
         records[number] = self._do(number, lambda num_bytes: None, fill)
         for name in before - _shards(records[number]):
@@ -340,7 +346,7 @@ class Preparation(Recipe):
     def _done(self) -> set[int]:
         """Numbers of the tasks that have a record."""
         names = _names(self.out / _TASKS)
-        return {n for n in range(len(self.tasks)) if self._record(n).name in names}
+        return {n for n in range(len(self.recipe.tasks)) if self._record(n).name in names}
 
     def _read_record(self, number: int) -> dict[str, Any] | None:
         """The record of a task; None if it is not done, or was of a preparation with other
@@ -401,7 +407,7 @@ class Preparation(Recipe):
         if not differences:
             return (
                 f"{self.out} holds an unfinished preparation of another text: since then, files of "
-                f"{self.source} were changed, added or removed, or --text-field or "
+                f"{self.recipe.source} were changed, added or removed, or --text-field or "
                 "--document-separator is another. Delete that directory to start anew, or restore "
                 "the text to finish it."
             )
@@ -411,12 +417,12 @@ class Preparation(Recipe):
         )
 
     def _check_disk(self, num_done: int) -> None:
-        sizes = self.corpus.num_bytes
+        sizes, tokenizer = [task.num_bytes for task in self.recipe.tasks], self.recipe.tokenizer
         if is_remote(self.out) or None in sizes:
             return
-        text = sum(size or 0 for size in sizes) * (1 - num_done / max(len(self.tasks), 1))
-        tokens = text / (1 if isinstance(self.tokenizer, ByteTokenizer) else _BYTES_A_TOKEN)
-        needed, place = tokens * np.dtype(self.dtype).itemsize, Path(self.out).absolute()
+        text = sum(size or 0 for size in sizes) * (1 - num_done / max(len(sizes), 1))
+        tokens = text / (1 if isinstance(tokenizer, ByteTokenizer) else _BYTES_A_TOKEN)
+        needed, place = tokens * np.dtype(self.recipe.dtype).itemsize, Path(self.out).absolute()
         free = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
         if needed > free:
             raise ValueError(
@@ -428,7 +434,7 @@ class Preparation(Recipe):
 
     def _join(self, split: str, records: Records) -> Split:
         """The shards of all tasks as one split, and where its documents start."""
-        of_tasks = [records[number]["splits"][split] for number in range(len(self.tasks))]
+        of_tasks = [records[number]["splits"][split] for number in range(len(self.recipe.tasks))]
         shards = [Shard(**shard) for of_task in of_tasks for shard in of_task["shards"]]
         num_tokens = np.cumsum([0, *(of_task["num_tokens"] for of_task in of_tasks)]).astype("<u8")
 
@@ -458,7 +464,7 @@ class Preparation(Recipe):
             return np.frombuffer(content, "<u8").reshape(-1, 2)
 
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
-            yield from pool.map(read, range(len(self.tasks)))
+            yield from pool.map(read, range(len(self.recipe.tasks)))
 
     def _repeated(self, records: Records) -> int:
         """How many documents of `val` are in `train` too, by their hashes."""
@@ -471,14 +477,14 @@ class Preparation(Recipe):
         return int(counts[is_repeated].sum())
 
     def _check_splits(self, splits: Mapping[str, Split]) -> None:
-        is_one = not self.validation_fraction and self.validation is None
+        fraction = self.recipe.validation_fraction
+        is_one = not fraction and self.recipe.validation is None
         for split in SPLITS[:1] if is_one else SPLITS:
             if split not in splits:
                 self._discard()
                 raise ValueError(
-                    f"no text of {self.source} has come into split {split!r} with "
-                    f"validation_fraction={self.validation_fraction}; give more documents or "
-                    "another fraction."
+                    f"no text of {self.recipe.source} has come into split {split!r} with "
+                    f"validation_fraction={fraction}; give more documents or another fraction."
                 )
 
     def _discard(self) -> None:

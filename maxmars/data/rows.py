@@ -56,12 +56,7 @@ class Row:
 
 
 OnBad = Callable[[ValueError], None]
-"""Is told why a row is bad; may raise, or return to leave the row out."""
-
-
-def refuse(error: ValueError) -> None:
-    """Leaves out no bad row."""
-    raise error
+"""Is called with the error of a bad row; may raise it, or return to leave the row out."""
 
 
 @dataclass(frozen=True)
@@ -113,13 +108,15 @@ def kind_of(path: str) -> tuple[str, str]:
     return kind, compression
 
 
-def texts_of(rows: Iterable[Row], name: str, on_bad: OnBad) -> Iterator[tuple[int, str]]:
-    """The place and the text of each row of a file; `on_bad` is told of those that have none."""
+def texts_of(rows: Iterable[Row], name: str, on_bad: OnBad | None) -> Iterator[tuple[int, str]]:
+    """The place and the text of each row of a file; `on_bad` as in `Corpus.read`."""
     for row in rows:
         try:
             text = row.read()
         except ValueError as error:
             error.add_note(f"{name}, {row.where()}")
+            if on_bad is None:
+                raise
             on_bad(error)
         else:
             yield row.place, text

@@ -1,4 +1,4 @@
-"""One task of a preparation: a fixed stretch of documents, tokenised into shards of its own.
+"""One task of a preparation: fixed ranges of files, tokenised into shards of its own.
 
 The corpus alone decides what the tasks are, and a task always writes the same bytes. So tasks may
 run in any order, on any machine, and twice.
@@ -10,6 +10,8 @@ import base64
 import contextlib
 import functools
 import hashlib
+import io
+import itertools
 import math
 import os
 import secrets
@@ -23,7 +25,7 @@ import fsspec
 import numpy as np
 
 from maxmars.config.errors import in_words
-from maxmars.data.corpus import Corpus, Document, Stretch, part_of
+from maxmars.data.corpus import Corpus, Document, FileRange, bounds_in_text
 from maxmars.data.metadata import Shard
 from maxmars.data.rows import Skipped
 from maxmars.data.tokenizer import JsonTokenizer, Loss, Tokenizer
@@ -47,52 +49,95 @@ _MOST_LOST = 0.01
 class Task:
     """What becomes shards of its own."""
 
-    stretches: tuple[Stretch, ...]
-    num_bytes: int | None
-    """Of text, about; None where nobody knows."""
-    is_validation: bool = False
-    """Whether it is of the corpus that is all for validation."""
+    corpus: Corpus
+    held_out: float
+    """Share of the corpus that is for validation."""
+    ranges: tuple[FileRange, ...]
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Of text, about; None where nobody knows."""
+        sizes = [self.corpus.files[part.file].num_bytes for part in self.ranges]
+        shares = (part.end - part.start for part in self.ranges)
+        known = [
+            size * share for size, share in zip(sizes, shares, strict=True) if size is not None
+        ]
+        return int(sum(known)) if len(known) == len(sizes) else None
+
+    @property
+    def cut(self) -> float:
+        """The share of a file that is one document from which on it is for validation."""
+        return 1 - self.held_out
 
 
-def divide(corpus: Corpus, *, task_bytes: int | None, validation_fraction: float) -> list[Task]:
-    """The tasks of a corpus: files, stretches of large ones, and several small ones.
-
-    Where the end of each file is for validation, it is a stretch of its own.
+def divide(corpus: Corpus, *, task_bytes: int | None, held_out: float) -> list[Task]:
+    """The tasks of a corpus: files, ranges of large ones, and several small ones.
 
     Args:
       corpus: the documents; none is read.
       task_bytes: text of a task, about; None chooses by the size of the corpus.
-      validation_fraction: how much is for validation, in [0, 1).
+      held_out: how much is for validation, in [0, 1].
     """
     if task_bytes is None:
-        total = sum(size or 0 for size in corpus.num_bytes)
+        total = sum(file.num_bytes or 0 for file in corpus.files)
         task_bytes = min(max(total // _TASKS_WANTED, _TASK_BYTES[0]), _TASK_BYTES[1])
-    cut = 1 - validation_fraction
-    tasks, stretches, size = [], [], 0
-    for file, file_bytes in enumerate(corpus.num_bytes):
-        has_tail = validation_fraction and corpus.has_tail(file)
-        for share in [(0.0, cut), (cut, 1.0)] if has_tail else [(0.0, 1.0)]:
-            num_bytes = (file_bytes or 0) * (share[1] - share[0])
-            count = max(math.ceil(num_bytes / task_bytes), 1) if corpus.is_divisible(file) else 1
-            for number in range(count):
-                if stretches and (file_bytes is None or size + num_bytes / count > task_bytes):
-                    tasks.append(Task(tuple(stretches), int(size)))
-                    stretches, size = [], 0
-                stretches.append(Stretch(file, number, count, share))
-                size += num_bytes / count
-                if file_bytes is None:
-                    tasks.append(Task(tuple(stretches), None))
-                    stretches, size = [], 0
-    return [*tasks, Task(tuple(stretches), int(size))] if stretches else tasks
+    tasks: list[Task] = []
+    ranges: list[FileRange] = []
+    size = 0.0
+    for number, file in enumerate(corpus.files):
+        for part in _ranges_of(corpus, number, task_bytes, 1 - held_out):
+            # A file of unknown size is a task of its own.
+            of_file = task_bytes if file.num_bytes is None else file.num_bytes
+            num_bytes = of_file * (part.end - part.start)
+            if ranges and size + num_bytes > task_bytes:
+                tasks.append(Task(corpus, held_out, tuple(ranges)))
+                ranges, size = [], 0.0
+            ranges.append(part)
+            size += num_bytes
+    if ranges:
+        tasks.append(Task(corpus, held_out, tuple(ranges)))
+    return tasks
 
 
-def split_of(document: Document, stretch: Stretch, validation_fraction: float) -> str:
-    """The split of a document: that of its stretch, where the end of its file is held out, or that
-    of a hash of its name."""
-    if not stretch.is_of_whole:
-        return SPLITS[stretch.share[0] > 0]
-    digest = hashlib.sha256(document.name.encode("utf-8", "backslashreplace")).digest()
-    return SPLITS[int.from_bytes(digest[:8], "big") < validation_fraction * 2**64]
+def _ranges_of(corpus: Corpus, number: int, task_bytes: int, cut: float) -> Iterator[FileRange]:
+    """A file, in equal ranges of at most a task; no range has text of both splits."""
+    file = corpus.files[number]
+    if not file.is_divisible:
+        yield FileRange(number)
+        return
+    places = [0.0, cut, 1.0] if file.is_document and 0 < cut < 1 else [0.0, 1.0]
+    for low, high in itertools.pairwise(places):
+        count = max(math.ceil((file.num_bytes or 0) * (high - low) / task_bytes), 1)
+        for start, end in itertools.pairwise(np.linspace(low, high, count + 1).tolist()):
+            yield FileRange(number, start, end)
+
+
+def split_of(name: str, held_out: float) -> str:
+    """The split of a document, by a hash of its name."""
+    digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).digest()
+    return SPLITS[int.from_bytes(digest[:8], "big") < held_out * 2**64]
+
+
+def _by_split(task: Task, part: FileRange, document: Document) -> list[tuple[str, Document]]:
+    """What a range has of a document, with its split. A document that is a file has its end held
+    out, any other is held out whole."""
+    cut = task.cut
+    if not task.corpus.files[part.file].is_document:
+        return [(split_of(document.name, task.held_out), document)]
+    if part.start < cut < part.end:
+        return _head_and_tail(document, cut)
+    first, last = part.start in (0.0, cut), part.end in (cut, 1.0)
+    return [(SPLITS[part.start >= cut], replace(document, first=first, last=last))]
+
+
+def _head_and_tail(document: Document, cut: float) -> list[tuple[str, Document]]:
+    """Two documents, the text before a share of it and the text after, with the split of each."""
+    data = "".join(document.blocks).encode("utf-8", "replace")
+    _, place = bounds_in_text(io.BytesIO(data), len(data), FileRange(0, 0.0, cut))
+    texts = data[:place].decode(), data[place:].decode()
+    return [
+        (split, Document(document.name, (text,))) for split, text in zip(SPLITS, texts, strict=True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,13 +149,13 @@ class Recipe:
     """
 
     corpus: Corpus
-    out: Workdir
     tokenizer: Tokenizer
     source: str
     """Where the text is from, in words; recorded."""
     validation_fraction: float = 0.1
-    """Share of each file that `Corpus.has_tail`, and of the other documents, for validation, in [0,
-    1). Where it is not 0, both splits get something of two documents or of one of several lines."""
+    """Share for validation, in [0, 1): the end of each file that is one document, and of other
+    documents those that a hash of their names says. Where it is not 0, both splits get something of
+    two documents or of one of several lines."""
     validation: Corpus | None = None
     """Documents that are all for validation, with a `validation_fraction` of 0."""
     shard_tokens: int = SHARD_TOKENS
@@ -140,11 +185,9 @@ class Recipe:
     @functools.cached_property
     def tasks(self) -> list[Task]:
         """The work; the number of a task is its place in this list."""
-        fraction, size = self.validation_fraction, self.task_bytes
-        tasks = divide(self.corpus, task_bytes=size, validation_fraction=fraction)
+        tasks = divide(self.corpus, task_bytes=self.task_bytes, held_out=self.validation_fraction)
         if self.validation is not None:
-            held_out = divide(self.validation, task_bytes=size, validation_fraction=0.0)
-            tasks += [replace(task, is_validation=True) for task in held_out]
+            tasks += divide(self.validation, task_bytes=self.task_bytes, held_out=1.0)
         return tasks
 
     def check_loss(self) -> Loss | None:
@@ -158,7 +201,7 @@ class Recipe:
         last, texts = len(self.corpus.files) - 1, list[str]()
         for file in sorted({last * i // (_SAMPLED_FILES - 1) for i in range(_SAMPLED_FILES)}):
             wanted = _SAMPLED_CHARACTERS // _SAMPLED_FILES
-            documents = self.corpus.read(Stretch(file), lambda error: None)
+            documents = self.corpus.read(FileRange(file), lambda error: None)
             for text in (text for document in documents for text in document.blocks):
                 texts.append(text[:wanted])
                 wanted -= len(texts[-1])
@@ -184,25 +227,19 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class Fill:
-    """A split that would stay empty, and gets the last document that a task has."""
+    """A split that would stay empty, and gets the last document of a task."""
 
     split: str
+    number: int
+    """Of this document among those of the task, from 0."""
     is_only: bool
-    """Whether this document is the only one of the corpus. The split then gets a part of it."""
-
-    def parts(self, document: Document, fraction: float) -> Iterator[tuple[Document, str]]:
-        """The document, whole or in two parts, and the split of each."""
-        if not self.is_only:
-            yield document, self.split
-            return
-        cut, text = 1 - fraction, "".join(document.blocks)
-        for split, share in (("train", (0.0, cut)), ("val", (cut, 1.0))):
-            yield part_of(document.name, text, Stretch(0, share=share)), split
+    """Whether the corpus has no other document; then its end alone is held out."""
 
 
 def write_task(
     recipe: Recipe,
     number: int,
+    out: Workdir,
     *,
     check: Callable[[], None],
     report: Callable[[int], None],
@@ -213,9 +250,10 @@ def write_task(
     Args:
       recipe: what to make.
       number: of the task.
+      out: the directory of the shards.
       check: called before any file gets its name; may raise.
       report: called now and then with the bytes of text that have been tokenised since.
-      fill: the split that gets the last document of the task.
+      fill: which document goes to another split than the rule says; None says none.
 
     Returns:
       `skipped`, and for each split `num_tokens`, `num_documents`
@@ -226,9 +264,6 @@ def write_task(
       ValueError: a file of the corpus is damaged.
     """
     task, tokenizer = recipe.tasks[number], recipe.tokenizer
-    corpus = (recipe.validation if task.is_validation else None) or recipe.corpus
-    fraction = recipe.validation_fraction
-    waiting: Document | None = None  # the last one so far, where one has to fill a split
     skipped = Skipped()
 
     def on_bad(error: ValueError) -> None:
@@ -240,8 +275,10 @@ def write_task(
 
     def add(document: Document, writer: _SplitWriter) -> None:
         """Tokenise a document or a piece of one; one of white space alone is left out."""
-        has_begun, is_start = not document.first, document.first
         is_whole, sha = document.first and document.last, hashlib.blake2b(digest_size=8)
+        has_begun, is_start = not is_whole, document.first
+        if document.first and not is_whole:
+            writer.starts.append((writer.num_tokens, 0))
         pieces = _pieces(document.blocks)
         for text in _unless_blank(pieces) if is_whole else pieces:
             tokens = _encoded(text, tokenizer, document.name, is_start=is_start)
@@ -259,8 +296,8 @@ def write_task(
                 writer.starts[-1] = (writer.starts[-1][0], int.from_bytes(sha.digest(), "little"))
 
     with contextlib.ExitStack() as stack:
-        scratch = os.fspath(recipe.out)
-        if is_remote(recipe.out):
+        scratch = os.fspath(out)
+        if is_remote(out):
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
         writers = {
             split: stack.enter_context(
@@ -270,26 +307,20 @@ def write_task(
             )
             for split in SPLITS
         }
-        for stretch in task.stretches:
-            for document in corpus.read(stretch, on_bad):
-                split = "val" if task.is_validation else split_of(document, stretch, fraction)
-                is_whole = document.first and document.last
-                if fill and is_whole and split != fill.split:
-                    text = "".join(document.blocks)
-                    if not text:
-                        continue
-                    if waiting is not None:
-                        add(waiting, writers[split])
-                    waiting = replace(document, blocks=(text,))
-                else:
-                    add(document, writers[split])
-        if fill is not None and waiting is not None:
-            for part, split in fill.parts(waiting, fraction):
-                add(part, writers[split])
+        for part in task.ranges:
+            for document in task.corpus.read(part, on_bad):
+                by_split = _by_split(task, part, document)
+                split, _ = by_split[0]
+                if fill and split != fill.split and writers[split].num_documents == fill.number:
+                    by_split = [(fill.split, document)]
+                    if fill.is_only:
+                        by_split = _head_and_tail(document, task.cut)
+                for split, of_split in by_split:
+                    add(of_split, writers[split])
         for writer in writers.values():
             writer.complete_shard()
         check()
-        splits = {split: writer.name_shards(recipe.out) for split, writer in writers.items()}
+        splits = {split: writer.name_shards(out) for split, writer in writers.items()}
     return {"skipped": asdict(skipped), "splits": splits}
 
 

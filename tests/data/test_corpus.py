@@ -1,20 +1,23 @@
 import gzip
+import itertools
 import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from refusals import refused
 
-from maxmars.data.corpus import Corpus, Stretch, TextFiles, Texts
+from maxmars.data.corpus import Corpus, FileRange, TextFiles, Texts
 
 
-def documents(corpus, stretch):
-    return [(d.name, "".join(d.blocks)) for d in corpus.read(stretch)]
+def documents(corpus, part):
+    return [(d.name, "".join(d.blocks)) for d in corpus.read(part)]
 
 
 def all_documents(corpus):
-    return [pair for file in range(len(corpus.files)) for pair in documents(corpus, Stretch(file))]
+    parts = map(FileRange, range(len(corpus.files)))
+    return [pair for part in parts for pair in documents(corpus, part)]
 
 
 def compress_zstd(data):
@@ -45,7 +48,7 @@ def test_files_of_several_kinds_are_one_corpus(tmp_path, monkeypatch):
         ("b.txt", "zweite\r\nZeile ä"),
         ("deep/c[1].txt", "third"),
     ]
-    assert corpus.num_bytes == [len(marked), 16, 5]
+    assert [file.num_bytes for file in corpus.files] == [len(marked), 16, 5]
     only = TextFiles([str(tmp_path / "deep" / "c[1].txt")])
     assert all_documents(only) == [("c[1].txt", "third")]
     monkeypatch.chdir(tmp_path)
@@ -87,11 +90,9 @@ def test_the_runs_of_a_text_are_the_text(tmp_path, line, share, count):
     text = line * 100
     (tmp_path / "a.txt").write_text(text)
     corpus = TextFiles([str(tmp_path / "a.txt")])
-    stretches = [Stretch(0, number, count, share) for number in range(count)]
-    read = [document for stretch in stretches for document in corpus.read(stretch)]
-    assert [d.first for d in read] == [True] + [False] * (count - 1)
-    assert [d.last for d in read] == [False] * (count - 1) + [True]
-    texts = ["".join(document.blocks) for stretch in stretches for document in corpus.read(stretch)]
+    places = np.linspace(*share, count + 1).tolist()
+    parts = [FileRange(0, start, end) for start, end in itertools.pairwise(places)]
+    texts = ["".join(document.blocks) for part in parts for document in corpus.read(part)]
     first, after = round(100 * share[0]), round(100 * share[1])
     assert "".join(texts) == line * (after - first)
     assert max(map(len, texts)) <= (share[1] - share[0]) * len(text) / count + len(line)
@@ -99,7 +100,7 @@ def test_the_runs_of_a_text_are_the_text(tmp_path, line, share, count):
 
 def test_a_text_larger_than_a_block_is_read_in_blocks(tmp_path):
     (tmp_path / "a.txt").write_text("ä€𝄞" * 500_000)
-    documents = TextFiles([str(tmp_path / "a.txt")]).read(Stretch(0))
+    documents = TextFiles([str(tmp_path / "a.txt")]).read(FileRange(0))
     blocks = list(next(documents).blocks)
     assert "".join(blocks) == "ä€𝄞" * 500_000
     assert max(len(block.encode()) for block in blocks) <= 2 << 20
@@ -127,10 +128,8 @@ def test_files_with_many_documents(tmp_path, kind):
     assert all_documents(corpus) == expected
     if kind != "jsonl.zst":
         for count in (2, 5, 99) if kind == "jsonl" else (3,):
-            stretches = [Stretch(0, number, count) for number in range(count)]
-            assert [
-                pair for stretch in stretches for pair in documents(corpus, stretch)
-            ] == expected
+            parts = [FileRange(0, i / count, (i + 1) / count) for i in range(count)]
+            assert [pair for part in parts for pair in documents(corpus, part)] == expected
     with refused(ValueError, path, "'body'", "--text-field"):
         all_documents(TextFiles([str(path)], text_field="body"))
     with refused(ValueError, path, "int", "'n'"):
@@ -179,7 +178,7 @@ def test_the_line_of_an_error_counts_from_the_start(tmp_path):
     lines[70] = "no JSON at all\n"
     (tmp_path / "a.jsonl").write_text("".join(lines))
     with refused(ValueError, "a.jsonl, line 71"):
-        documents(TextFiles([str(tmp_path / "a.jsonl")]), Stretch(0, 2, 3))
+        documents(TextFiles([str(tmp_path / "a.jsonl")]), FileRange(0, 2 / 3, 1.0))
 
 
 @pytest.mark.slow
@@ -190,9 +189,9 @@ def test_a_line_of_gigabytes_in_a_small_file_is_named(tmp_path):
         for _ in range(900):
             file.write(b"a" * 1_000_000)
     code = (
-        "import resource, sys; from maxmars.data.corpus import Stretch, TextFiles;"
+        "import resource, sys; from maxmars.data.corpus import FileRange, TextFiles;"
         "resource.setrlimit(resource.RLIMIT_DATA, (700 << 20, 700 << 20));"
-        "list(TextFiles(sys.argv[1:]).read(Stretch(0)))"
+        "list(TextFiles(sys.argv[1:]).read(FileRange(0)))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "bomb.jsonl.gz")]
     result = subprocess.run(command, capture_output=True, text=True)

@@ -48,6 +48,12 @@ def test_rows_are_held_out_by_a_hash_that_more_rows_do_not_change(tmp_path):
     assert set(prepare(tmp_path / "rows.jsonl", tmp_path / "two")[1]) >= set(val)
 
 
+def test_a_held_out_end_that_begins_after_the_range_of_its_task(tmp_path):
+    head, tail = "a\n" * 440 + "b" * 69 + "\n", "c" * 49 + "\n"  # nine tenths end within the b
+    (tmp_path / "a.txt").write_text(head + tail)
+    assert prepare(tmp_path / "a.txt", tmp_path / "out", "--task-bytes", 10) == ([head], [tail])
+
+
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
 @pytest.mark.parametrize("count", [2, 3, 20])
 def test_no_split_stays_empty(tmp_path, count, fraction):
@@ -61,9 +67,10 @@ def test_no_split_stays_empty(tmp_path, count, fraction):
     assert sorted(train + val) == sorted(texts)
 
 
-def test_the_end_of_the_only_row_is_held_out(tmp_path):
+@pytest.mark.parametrize("blank", [[], [" \n"]])
+def test_the_end_of_the_only_row_is_held_out(tmp_path, blank):
     text = "".join(f"line {i}\n" for i in range(100))
-    write_rows(tmp_path / "rows.jsonl", [text])
+    write_rows(tmp_path / "rows.jsonl", [*blank, text, *blank])
     (train,), (val,) = prepare(tmp_path / "rows.jsonl", tmp_path / "out")
     assert train + val == text
     assert 0.08 < len(val) / len(text) < 0.11

@@ -9,7 +9,7 @@ import os, re, sys
 import numpy as np
 from pathlib import Path
 from maxmars.cli import main
-from maxmars.data.corpus import Stretch, TextFiles
+from maxmars.data.corpus import FileRange, TextFiles
 from maxmars.data.formats import open_split
 from maxmars.data.windows import TokenWindows
 
@@ -37,7 +37,7 @@ read("large", 200)
 print("PRINTED", memory("RssAnon") - before)
 import pyarrow.parquet
 before = memory("VmHWM")
-texts = (block for text in TextFiles(["a.parquet"]).read(Stretch(0)) for block in text.blocks)
+texts = (block for text in TextFiles(["a.parquet"]).read(FileRange(0)) for block in text.blocks)
 print("PRINTED", sum(map(len, texts)))
 print("PRINTED", memory("VmHWM") - before)
 """

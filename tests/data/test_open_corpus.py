@@ -12,7 +12,7 @@ from fake_hub import fake_hub
 from refusals import refused
 from token_directories import make_builder
 
-from maxmars.data.corpus import Stretch
+from maxmars.data.corpus import FileRange
 from maxmars.data.open_corpus import PRESETS, open_corpus
 from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import ByteTokenizer
@@ -21,11 +21,10 @@ TEXTS = [f"text {i} ä\n" for i in range(250)]
 
 
 def texts_of(corpus, count=1):
-    """The texts of a corpus whose files are read in so many runs each."""
-    stretches = [
-        Stretch(f, number, count) for f in range(len(corpus.files)) for number in range(count)
-    ]
-    return [text for stretch in stretches for d in corpus.read(stretch) for text in d.blocks]
+    """The texts of a corpus whose files are read in so many ranges each."""
+    files = range(len(corpus.files))
+    parts = [FileRange(f, i / count, (i + 1) / count) for f in files for i in range(count)]
+    return [text for part in parts for d in corpus.read(part) for text in d.blocks]
 
 
 @pytest.fixture(scope="module")
@@ -96,10 +95,10 @@ def test_tfds_errors(tfds_dir, tmp_path, monkeypatch, name, field, error):
 
 def test_tfds_loads_no_tensorflow(tfds_dir):
     code = (
-        "import sys; from maxmars.data.corpus import Stretch;"
+        "import sys; from maxmars.data.corpus import FileRange;"
         "from maxmars.data.open_corpus import open_corpus;"
         f"corpus = open_corpus('tfds:prose', data_dir={tfds_dir!r});"
-        "assert len(list(corpus.read(Stretch(0)))); assert 'tensorflow' not in sys.modules"
+        "assert len(list(corpus.read(FileRange(0)))); assert 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -156,14 +155,14 @@ def hub(tmp_path):
 
 PROGRAM = """
 import json, sys
-from maxmars.data.corpus import Stretch
+from maxmars.data.corpus import FileRange
 from maxmars.data.open_corpus import open_corpus
 read = {}
 for source in sys.argv[1:]:
     try:
         corpus = open_corpus(source)
         files = range(len(corpus.files))
-        read[source] = [[b for d in corpus.read(Stretch(f)) for b in d.blocks] for f in files]
+        read[source] = [[b for d in corpus.read(FileRange(f)) for b in d.blocks] for f in files]
         assert corpus.fingerprint == open_corpus(source).fingerprint
     except Exception as error:
         read[source] = f"{type(error).__name__}: {error}"

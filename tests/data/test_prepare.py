@@ -15,9 +15,10 @@ import pytest
 import tokenizers
 from refusals import refused
 
-from maxmars.data.corpus import PythonSources, Stretch, TextFiles, Texts
+from maxmars.data.corpus import FileRange, PythonSources, TextFiles, Texts
 from maxmars.data.metadata import read_metadata
 from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
+from maxmars.data.tasks import Recipe
 from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 
@@ -94,7 +95,7 @@ def test_rows_are_held_out_by_a_hash_of_their_names(tmp_path, name):
     names = [
         (document.name, "".join(document.blocks))
         for file in range(2)
-        for document in corpus.read(Stretch(file))
+        for document in corpus.read(FileRange(file))
     ]
     for task_bytes in (None, 300):
         out = tmp_path / f"out{task_bytes}"
@@ -309,16 +310,15 @@ def test_a_text_that_changes_meanwhile_is_told_as_that(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 100)
     first = TextFiles([str(tmp_path / "a.txt")])
-    recipe = Preparation(
-        corpus=first, out=tmp_path / "out", tokenizer=ByteTokenizer(), source="*.txt", task_bytes=50
-    )
-    recipe.begin()
-    recipe.run_task(0)
+    recipe = Recipe(corpus=first, tokenizer=ByteTokenizer(), source="*.txt", task_bytes=50)
+    preparation = Preparation(recipe, tmp_path / "out")
+    preparation.begin()
+    preparation.run_task(0)
     before = sorted((tmp_path / "out").rglob("*"))
     os.utime(tmp_path / "a.txt", (1, 1))
     for corpus in (TextFiles([str(tmp_path / "a.txt")]), TextFiles([str(tmp_path / "*.txt")])):
         with refused(ValueError, tmp_path / "out", "another text", "*.txt") as raised:
-            dataclasses.replace(recipe, corpus=corpus).run()
+            Preparation(dataclasses.replace(recipe, corpus=corpus), tmp_path / "out").run()
         assert corpus.fingerprint[:8] not in str(raised.value)
     assert sorted((tmp_path / "out").rglob("*")) == before
 
@@ -397,17 +397,17 @@ def test_what_a_killed_last_step_left_is_removed(tmp_path):
 
 def test_another_process_may_complete_it_during_a_task(tmp_path):
     options = {"source": "a test", "task_bytes": 200, "corpus": Texts(documents(30))}
-    options["out"] = tmp_path / "out"
 
     class Overtaken(ByteTokenizer):
         def encode(self, text):
             if not (tmp_path / "out" / "meta.json").exists():
-                other = Preparation(tokenizer=ByteTokenizer(), **options)
+                recipe = Recipe(tokenizer=ByteTokenizer(), **options)
+                other = Preparation(recipe, tmp_path / "out")
                 other.run()
                 other.finish()
             return super().encode(text)
 
-    preparation = Preparation(tokenizer=Overtaken(), **options)
+    preparation = Preparation(Recipe(tokenizer=Overtaken(), **options), tmp_path / "out")
     preparation.run()
     assert preparation.finish() == run(documents(30), tmp_path / "whole", task_bytes=200)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
@@ -470,7 +470,7 @@ def test_python_documents(tmp_path):
         (library / name).parent.mkdir(parents=True, exist_ok=True)
         (library / name).write_bytes(data)
     corpus = PythonSources(library)
-    assert corpus.files == ["a/x.py", "b.py", "latin.py"]
+    assert [file.name for file in corpus.files] == ["a/x.py", "b.py", "latin.py"]
     run(corpus, tmp_path / "out", validation_fraction=0.0)
     assert pieces(read(tmp_path / "out", "train")) == ["x = 2\n" * 40, "b = 1\n" * 40]
     assert PythonSources(library).fingerprint == corpus.fingerprint

@@ -20,7 +20,7 @@ from refusals import refused
 
 from maxmars.cli import main
 from maxmars.data import documents
-from maxmars.data.corpus import Stretch, TextFiles
+from maxmars.data.corpus import FileRange, TextFiles
 from maxmars.data.metadata import read_metadata
 
 TEXTS = ["one", 'zwei ä\nlines, "quoted";\tand more', "", "𝄞 four"] * 3
@@ -104,8 +104,8 @@ COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 def texts_of(path, count=1, **options):
     """The texts of a file that is read in so many runs."""
     corpus = TextFiles([str(path)], **options)
-    stretches = [Stretch(0, number, count) for number in range(count)]
-    return ["".join(d.blocks) for stretch in stretches for d in corpus.read(stretch)]
+    parts = [FileRange(0, i / count, (i + 1) / count) for i in range(count)]
+    return ["".join(d.blocks) for part in parts for d in corpus.read(part)]
 
 
 def read(kind, data, field="text", **options):
@@ -182,13 +182,13 @@ def test_a_row_of_70_mb(tmp_path, kind):
     corpus, bad = TextFiles([str(path)], separator=separator), []
     if kind not in ("jsonl", "txt"):
         with refused(ValueError, path):
-            list(corpus.read(Stretch(0), bad.append))
+            list(corpus.read(FileRange(0), bad.append))
         return
-    (first,), (last,) = (document.blocks for document in corpus.read(Stretch(0), bad.append))
+    (first,), (last,) = (document.blocks for document in corpus.read(FileRange(0), bad.append))
     assert (first, last, len(bad)) == ("one", "three", 1)
     begin = 0 if kind == "txt" else len('{"n": 1, "text": "')
     name = f"rows.{kind}:{path.read_bytes().rindex(b'three') - begin}"
-    assert [document.name for document in corpus.read(Stretch(0), bad.append)][1] == name
+    assert [document.name for document in corpus.read(FileRange(0), bad.append)][1] == name
 
 
 def zstd(data):
@@ -276,7 +276,7 @@ def test_bad_rows_of_other_kinds(tmp_path, kind):
         rows = [["n", "text"], ["1", "a"], ["1"], ["1", '"b" b'], ["1", "b"], ["1", "c"]]
         path.write_text("".join(",".join(row) + "\n" for row in rows))
     bad = []
-    documents = TextFiles([str(path)]).read(Stretch(0), bad.append)
+    documents = TextFiles([str(path)]).read(FileRange(0), bad.append)
     assert [*itertools.chain(*(document.blocks for document in documents))] == ["a", "b", "c"]
     assert len(bad) == 2
 
