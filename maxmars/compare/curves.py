@@ -14,6 +14,7 @@ from maxmars.distributed.workdir import CONFIG
 from maxmars.train.metrics import own_metric, read_metrics
 
 VALIDATION_LOSS = "validation loss"
+BITS_PER_BYTE = "eval/bits_per_byte"
 
 TRAINING_LOSS = "train/loss"
 NORMS = {
@@ -49,7 +50,7 @@ class Logged:
     """Step -> tokens trained on."""
     series: Mapping[str, Sequence[tuple[int, float]]]
     """Metric -> step and value, steps increasing; those of `LOGGED`, `NORMS` by component of the
-    model, and evaluations of the user's own, as far as the run has them."""
+    model, bits per byte, and evaluations of the user's own, as far as the run has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +148,7 @@ def read_logged(workdir: Workdir, config: TrainConfig) -> Logged:
     rows = read_metrics(workdir)
     keys = sorted({key for row in rows for key in row})
     more = [key for key in keys if key.rpartition("/")[0] in NORMS or own_metric(key)]
-    series = {key: _series(rows, key) for key in (*LOGGED, *more)}
+    series = {key: _series(rows, key) for key in (*LOGGED, BITS_PER_BYTE, *more)}
     return Logged(
         tokens=_tokens(rows, config),
         series={key: points for key, points in series.items() if points},

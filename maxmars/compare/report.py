@@ -19,6 +19,7 @@ import numpy as np
 from maxmars.checkpoint.journal import read_journal
 from maxmars.compare.cells import Comparison, describe_setting
 from maxmars.compare.curves import (
+    BITS_PER_BYTE,
     LOGGED,
     TRAINING_LOSS,
     VALIDATION_LOSS,
@@ -256,9 +257,10 @@ def write_run_report(
         f"# Runs: {names}",
         origin,
         "## Runs",
-        markdown_table(_RUN_COLUMNS, _run_rows(lines)),
+        markdown_table(*_run_table(lines)),
         "Losses in nats a token: the training loss is the mean over the last twentieth of what was "
-        "logged, the validation losses are the last and the lowest.",
+        "logged, the validation losses are the last and the lowest, and bits a byte those of the "
+        "last.",
     ]
     _write_markdown(out, blocks)  # first: it says whose report this is
     if seconds:
@@ -330,7 +332,7 @@ def print_plan(comparison: Comparison, results: Results) -> None:
 
 def print_lines(lines: Sequence[Line]) -> None:
     """Print how runs ended, in 80 columns."""
-    print_table(_RUN_COLUMNS, _run_rows(lines))
+    print_table(*_run_table(lines))
 
 
 def print_report(summaries: Summaries, out: Path) -> None:
@@ -740,11 +742,11 @@ def _names(lines: Sequence[Line]) -> str:
     return escape_markdown(", ".join(line.name for line in lines))
 
 
-_RUN_COLUMNS = ("run", "tokens", "training", "validation", "lowest", "step, ms")
+_RUN_COLUMNS = ("run", "tokens", "training", "validation", "lowest", "step, ms", "bits/byte")
 
 
-def _run_rows(lines: Sequence[Line]) -> Sequence[Sequence[str]]:
-    """A row of `_RUN_COLUMNS` for each line."""
+def _run_table(lines: Sequence[Line]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """`_RUN_COLUMNS`, and a row for each line; without bits per byte where no run has them."""
     rows, shown = [], shown_names(lines)
     for line in lines:
         tokens, losses = line.points
@@ -753,14 +755,21 @@ def _run_rows(lines: Sequence[Line]) -> Sequence[Sequence[str]]:
         if curve.loss_of == VALIDATION_LOSS:
             final, lowest = f"{means[-1]:.4f}", f"{np.fmin.reduce(means):.4f}"
         step = _NONE if curve.step_time_s is None else f"{1000 * curve.step_time_s:.1f}"
+        logged = {
+            metric: [points for run in line.logged if (points := run.series.get(metric))]
+            for metric in (TRAINING_LOSS, BITS_PER_BYTE)
+        }
         late = [
             float(np.mean([loss for _, loss in points[-max(1, len(points) // 20) :]]))
-            for logged in line.logged
-            if (points := logged.series.get(TRAINING_LOSS))
+            for points in logged[TRAINING_LOSS]
         ]
         training = f"{np.mean(late):.4f}" if late else _NONE
-        rows.append((shown[line.name], f"{tokens[-1]:,}", training, final, lowest, step))
-    return rows
+        last = [points[-1][1] for points in logged[BITS_PER_BYTE]]
+        bits = f"{np.mean(last):.4f}" if last else _NONE
+        rows.append((shown[line.name], f"{tokens[-1]:,}", training, final, lowest, step, bits))
+    if all(bits == _NONE for *_, bits in rows):
+        return _RUN_COLUMNS[:-1], [row[:-1] for row in rows]
+    return _RUN_COLUMNS, rows
 
 
 def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:

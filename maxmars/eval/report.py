@@ -42,6 +42,7 @@ from maxmars.eval.own_evaluation import OwnEvaluation
 from maxmars.eval.trained_model import HFTarget, RunTarget, TrainedModel, find_target, load
 from maxmars.eval.validation import ValidationLoss, make_eval_step, validation_loss
 
+_LOSSES = ("loss", "bits_per_byte")
 _LOSS_TOKENS = 4096  # a batch on each device: 0.8 GB of logits with GPT-2's vocabulary
 
 
@@ -51,10 +52,11 @@ class Report:
 
     fields: dict[str, Any]
     """For JSON: `target`, `name`, `source` and `digest` (see `TrainedModel`); `loss` (nats a
-    token), `loss_tokens`, `hellaswag` (see `Scores.summary`, by protocol), `hellaswag_left_out`
-    (a number of questions) and `own` (numbers of functions of the user's own, by function and name;
-    such as are not finite are text) if they were asked for; `environment`; and for two models
-    `against`, with the fields of the second, and `difference`, first minus second."""
+    token), `loss_tokens`, `bits_per_byte` (see `ValidationLoss`), `hellaswag` (see
+    `Scores.summary`, by protocol), `hellaswag_left_out` (a number of questions) and `own` (numbers
+    of functions of the user's own, by function and name; non-finite numbers are strings) if they
+    were asked for; `environment`; and for two models `against`, with the fields of the second, and
+    `difference`, first minus second."""
     questions: Sequence[Question]
     scores: Sequence[Mapping[Protocol, Scores]]
     """HellaSwag's, of each model."""
@@ -99,9 +101,12 @@ class Report:
         names = [first["name"]] if alone else ["A", "B", "A - B", "95 % interval", "p"]
         table = _table("", *names)
         difference = first.get("difference", {})
-        if "loss" in first:
-            values = [f"{model['loss']:.4f}" for model in models]
-            table.add_row("loss", *values, *([] if alone else [f"{difference['loss']:+.4f}"]))
+        for name in _LOSSES:
+            values = [model.get(name) for model in models]
+            if None not in values:
+                texts = [f"{value:.4f}" for value in values]
+                texts += [] if alone else [f"{difference[name]:+.4f}"]
+                table.add_row(name.replace("_", " "), *texts)
         for function, numbers in first.get("own", {}).items():
             for name in numbers:
                 own_metrics = [model["own"][function].get(name) for model in models]
@@ -212,6 +217,7 @@ def score_models(
             if windows is not None:
                 loss = _loss(model, *windows, shows(f"loss of {model.name}"))
                 fields |= {"loss": loss.loss, "loss_tokens": loss.num_tokens}
+                fields |= {"bits_per_byte": loss.bits_per_byte}
             if scorers:
                 answers = scorers[number](model.params, shows(f"HellaSwag of {model.name}"))
                 fields["hellaswag"] = {protocol: s.summary() for protocol, s in answers.items()}
@@ -252,11 +258,13 @@ def _scorers(
 def _difference(
     models: Sequence[dict[str, Any]], scores: Sequence[Mapping[Protocol, Scores]]
 ) -> dict[str, Any]:
-    """First minus second: the loss in nats a token, HellaSwag by protocol and metric, and the
-    numbers of the user's own functions that both models have."""
+    """First minus second: the losses, HellaSwag by protocol and metric, and the numbers of the
+    user's own functions that both models have."""
     difference = {}
-    if "loss" in models[0]:
-        difference["loss"] = models[0]["loss"] - models[1]["loss"]
+    for name in _LOSSES:
+        first, second = (model.get(name) for model in models)
+        if first is not None and second is not None:
+            difference[name] = first - second
     if scores[0]:
         difference["hellaswag"] = {
             protocol: {
@@ -331,7 +339,7 @@ def _loss(
             yield batch
             progress(number, len(windows))
 
-    step = make_eval_step(model.config, model.mesh)
+    step = make_eval_step(model.config, model.mesh, model.tokenizer.bytes_of_tokens())
     return validation_loss(step, model.mesh, model.params, batches())
 
 

@@ -1,18 +1,24 @@
-"""Validation loss of parameters over a fixed stream of windows, in nats a token."""
+"""Validation loss of parameters over a fixed stream of windows: nats a token, bits a byte."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Int32, Shaped
 
 from maxmars.config import ModelConfig
-from maxmars.distributed import sharding
+from maxmars.config.errors import EXTERNAL_ERRORS, in_words
+from maxmars.data.batches import UNKNOWN_TOKENIZER
+from maxmars.data.tokenizer import Tokenized, tokenizer_of_tokens
+from maxmars.distributed import processes, sharding
 from maxmars.model.language_model import make_model, token_losses
 
 
@@ -24,32 +30,68 @@ class ValidationLoss:
     """Nats a token."""
     num_tokens: int
     """Number of tokens scored; where a mask weights them, the sum of the weights, rounded."""
+    bits_per_byte: float | None
+    """Bits that the model needs for a byte of the text, which compares models of different
+    tokenizers: the nats of the targets that stand for bytes, over ln 2 times these bytes. Special
+    tokens are in neither sum, and a mask weights both. None where the bytes are not known."""
+
+    def __str__(self) -> str:
+        """The loss for people: `3.2911 nats a token, 1.0762 bits a byte`."""
+        bits = "" if self.bits_per_byte is None else f", {self.bits_per_byte:.4f} bits a byte"
+        return f"{self.loss:.4f} nats a token{bits}"
 
 
-def make_eval_step(config: ModelConfig, mesh: Mesh) -> Any:
+def make_eval_step(
+    config: ModelConfig, mesh: Mesh, token_bytes: Int32[np.ndarray, " ids"] | None = None
+) -> Any:
     """The jitted evaluation of one batch on a mesh, for use under `jax.set_mesh`.
 
     It takes the parameters, in the mesh's shardings, and `tokens`, int32 [1, rows, T + 1], with
     `mask` of the same shape: bool, whether a token counts as a target, or float32, the weight of
-    its loss. It returns the sum of nats over the targets, each times its mask, and that of the
-    mask.
+    its loss. It returns sums over the targets, each times its mask: `nats`, `weight` (of the mask
+    itself) and, with `token_bytes` (how many bytes each id stands for, see
+    `Tokenizer.bytes_of_tokens`), `text_nats`, of the targets that stand for bytes, and `bytes`.
     """
 
     def step(
         params: Any, batch: dict[str, Shaped[Array, "1 rows window"]]
-    ) -> tuple[Float[Array, ""], Shaped[Array, ""]]:
+    ) -> dict[str, Shaped[Array, ""]]:
         rows = {name: array[0] for name, array in batch.items()}
-        targets = rows.pop("mask")[:, 1:]
+        mask, targets = rows.pop("mask")[:, 1:], rows["tokens"][:, 1:]
         losses = token_losses(make_model(config, params), **rows)
+        nats = losses * mask.astype(losses.dtype)
         # The count of a bool mask is exact, also above 2**24.
-        total = targets.sum(dtype=jnp.int32 if targets.dtype == jnp.bool else jnp.float32)
-        return (losses * targets.astype(losses.dtype)).sum(), total
+        count_type = jnp.int32 if mask.dtype == jnp.bool else jnp.float32
+        sums = {"nats": nats.sum(), "weight": mask.sum(dtype=count_type)}
+        if token_bytes is not None:
+            num_bytes = jnp.asarray(token_bytes).at[targets].get(mode="fill", fill_value=0)
+            sums["text_nats"] = jnp.where(num_bytes > 0, nats, 0).sum()
+            sums["bytes"] = (num_bytes * mask).sum(dtype=count_type)
+        return sums
 
     return jax.jit(
         step,
         in_shardings=(None, sharding.batch_sharding(mesh)),  # None: as the parameters lie
         out_shardings=sharding.replicated(mesh),
     )
+
+
+def bytes_of_data(
+    tokens: Tokenized, log: Callable[[str], None]
+) -> Int32[np.ndarray, " ids"] | None:
+    """How many bytes each token id of data stands for; every process calls, and gets the same.
+
+    None where the tokenizer is unknown, or process 0, which alone opens it, cannot (its library is
+    not installed, a vocabulary is not there): `log` is told why.
+    """
+    table = None
+    if processes.is_primary() and tokens.tokenizer != UNKNOWN_TOKENIZER:
+        try:
+            table = tokenizer_of_tokens(tokens).bytes_of_tokens().tolist()
+        except EXTERNAL_ERRORS as error:
+            log(f"no bits per byte: {in_words(error)}")
+    table = processes.from_primary(table)
+    return None if table is None else np.array(table, np.int32)
 
 
 def sees_later_tokens(
@@ -72,7 +114,7 @@ def sees_later_tokens(
 
     with jax.set_mesh(mesh):
         pair = jax.jit(halves, out_shardings=sharding.batch_sharding(mesh))(batch)
-        one, other = (float(jax.device_get(eval_step(params, half)[0])) for half in pair)
+        one, other = (float(jax.device_get(eval_step(params, half)["nats"])) for half in pair)
     return abs(one - other) > 1e-6 * abs(one)
 
 
@@ -91,18 +133,23 @@ def validation_loss(
     Raises:
       ValueError: the mask counts no target.
     """
-    nats = weight = 0.0
+    sums = defaultdict[str, float](float)
     for batch in batches:
         before_batch()
         with jax.set_mesh(mesh):
             # Fetched one by one: nothing else would order the steps, and collectives of several
             # programs that run at once on the fake devices of a CPU can wait for each other
             # forever.
-            batch_nats, batch_weight = jax.device_get(eval_step(params, batch))
-        nats, weight = nats + float(batch_nats), weight + float(batch_weight)
-    if not weight:
+            batch_sums = jax.device_get(eval_step(params, batch))
+        for name, value in batch_sums.items():
+            sums[name] += value.item()
+    if not sums["weight"]:
         raise ValueError(
             "the mask counts none of the validation windows' targets, so that there is no loss; "
             "let it count some, or raise eval.num_windows."
         )
-    return ValidationLoss(loss=nats / weight, num_tokens=round(weight))
+    return ValidationLoss(
+        loss=sums["nats"] / sums["weight"],
+        num_tokens=round(sums["weight"]),
+        bits_per_byte=sums["text_nats"] / sums["bytes"] / math.log(2) if sums["bytes"] else None,
+    )

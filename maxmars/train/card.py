@@ -180,7 +180,9 @@ def _scores_of_run(stored: Checkpoint) -> Iterator[_Score]:
     if "eval/loss" in values:
         names = ", ".join(part["name"] for part in _data(run)) or "validation split"
         windows = f"{stored.config.eval.num_windows:,} windows"
-        yield _loss(names, float(values["eval/loss"]), windows)
+        yield from _loss(
+            names, float(values["eval/loss"]), values.get("eval/bits_per_byte"), windows
+        )
     for protocol, prefix in METRICS.items():
         if f"eval/{prefix}_acc" in values:
             names, count = ("acc", "acc_norm"), int(values["eval/hellaswag_questions"])
@@ -207,7 +209,8 @@ def _scores_of_report(exported: Exported, report: Fields) -> Iterator[_Score]:
     names = " and ".join(model["name"] for model in models)
     require(bool(own), f"--report has scores of {names}, and not of {exported.name}.")
     if "loss" in own[0]:
-        yield _loss("validation split", own[0]["loss"], f"{own[0]['loss_tokens']:,} tokens")
+        of = f"{own[0]['loss_tokens']:,} tokens"
+        yield from _loss("validation split", own[0]["loss"], own[0].get("bits_per_byte"), of)
     for protocol, summary in own[0].get("hellaswag", {}).items():
         count = describe_count({protocol: summary}, report["hellaswag_left_out"])
         yield from _hellaswag(protocol, summary, count)
@@ -216,8 +219,11 @@ def _scores_of_report(exported: Exported, report: Fields) -> Iterator[_Score]:
         yield _Score(task, metric, float(text.partition(" ")[0]), text, of)
 
 
-def _loss(data: str, loss: float, of: str) -> _Score:
-    return _Score(data, "loss, nats a token", loss, f"{loss:.4f}", of)
+def _loss(data: str, loss: float, bits_per_byte: Any, of: str) -> Iterator[_Score]:
+    yield _Score(data, "loss, nats a token", loss, f"{loss:.4f}", of)
+    if bits_per_byte is not None:
+        bits = float(bits_per_byte)  # of a metric it is text where it is not finite
+        yield _Score(data, "bits_per_byte", bits, f"{bits:.4f}", of)
 
 
 def _hellaswag(protocol: str, summary: Fields, of: str) -> Iterator[_Score]:

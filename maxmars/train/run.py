@@ -59,7 +59,12 @@ from maxmars.distributed.workdir import (
 )
 from maxmars.eval.hellaswag import HellaSwagInLoop
 from maxmars.eval.own_evaluation import OwnInLoop
-from maxmars.eval.validation import make_eval_step, sees_later_tokens, validation_loss
+from maxmars.eval.validation import (
+    bytes_of_data,
+    make_eval_step,
+    sees_later_tokens,
+    validation_loss,
+)
 from maxmars.model.parameters import Parameters
 from maxmars.train import compile_cache
 from maxmars.train.agreement import check_agreement
@@ -444,7 +449,7 @@ def make_evaluations(
                 f"the validation split has {batches.num_windows} windows, fewer than "
                 f"eval.num_windows={config.eval.num_windows}; all are scored."
             )
-        eval_step = make_eval_step(config.model, mesh)
+        eval_step = make_eval_step(config.model, mesh, bytes_of_data(validation.origin, log))
         is_checked = not isinstance(config.model, ModuleConfig)
 
         def measure_loss(
@@ -459,8 +464,11 @@ def make_evaluations(
                         "after it, which it is to predict; mask them, in attention and elsewhere."
                     )
                 is_checked = True
-            loss = validation_loss(eval_step, mesh, params, batches, before_batch).loss
-            return {"eval/loss": loss}, f"validation loss {loss:.4f} nats a token"
+            result = validation_loss(eval_step, mesh, params, batches, before_batch)
+            metrics = {"eval/loss": result.loss}
+            if result.bits_per_byte is not None:
+                metrics["eval/bits_per_byte"] = result.bits_per_byte
+            return metrics, f"validation loss {result}"
 
         yield Evaluation(
             name="validation", every=config.eval.every, metric="eval/loss", measure=measure_loss

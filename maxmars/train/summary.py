@@ -101,6 +101,8 @@ def _lines(figures: dict[str, Any]) -> list[str]:
     for key, name in (("train/loss", "training"), ("eval/loss", "validation")):
         if key in figures:
             losses.append(f"{name} {float(figures[key]):.4f}")
+    if "eval/bits_per_byte" in figures:
+        losses[-1] += f" ({float(figures['eval/bits_per_byte']):.4f} bits a byte)"
     if "best" in figures and figures["best"]["eval/loss"] != figures["eval/loss"]:
         best = figures["best"]
         losses.append(f"best validation {float(best['eval/loss']):.4f} at step {best['step']}")

@@ -181,15 +181,22 @@ def test_a_mask_of_floats_weights_the_losses(tmp_path):
     assert float(metrics["train/loss"]) == pytest.approx(expected, abs=1e-5)
     scored = validation_batches(open_data(config.data, "val", model=MODEL), config, mesh)
     state = init_train_state(config, Parameters(config.model, mesh))
-    score = validation_loss(make_eval_step(MODEL, mesh), mesh, state.params, scored)
+    token_bytes = np.arange(MODEL.vocab_size, dtype=np.int32) % 4
+    score = validation_loss(make_eval_step(MODEL, mesh, token_bytes), mesh, state.params, scored)
     weights = np.tile([0.0, 0.25, 1.0], 7)[:20]  # of the windows scored
     rows = np.arange(LENGTH + 1) + np.arange(20)[:, None]
     losses = np.asarray(losses_of(state.params, rows))
     expected = (losses.mean(1) * weights).sum() / weights.sum()
     assert score.loss == pytest.approx(expected, abs=1e-5)
     assert score.num_tokens == round(weights.sum() * LENGTH)
+    num_bytes = token_bytes[rows[:, 1:]]
+    bits = (losses * (num_bytes > 0) * weights[:, None]).sum() / np.log(2)
+    assert score.bits_per_byte == pytest.approx(bits / (num_bytes * weights[:, None]).sum())
+    assert validation_loss(make_eval_step(MODEL, mesh), mesh, state.params, scored) == (
+        dataclasses.replace(score, bits_per_byte=None)
+    )
     with refused(ValueError, "eval.num_windows"):
-        validation_loss(lambda params, batch: (0.0, 0.0), mesh, state.params, [batch])
+        validation_loss(lambda params, batch: {"weight": np.zeros(())}, mesh, state.params, [batch])
 
 
 def test_a_plan_knows_the_arrays_of_own_data(tmp_path, caplog):
@@ -375,7 +382,9 @@ def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path, 
     train(parts)
     printed = capsys.readouterr().out
     assert first_difference(whole, parts) is None
-    assert printed.splitlines()[-1] == f"next: maxmars report {parts}"  # it has no text
+    assert "nats a token" in printed
+    assert "bits a byte" not in printed  # it has no text
+    assert printed.splitlines()[-1] == f"next: maxmars report {parts}"
     with refused(FileNotFoundError, "GrainConfig(tokenizer='byte')"):
         load(parts)
     main(["audit", str(parts), "--replay", "2", "--output", str(tmp_path / "audit.json")])

@@ -40,7 +40,11 @@ def test_the_card_of_a_run(finished_run, byte_tokens, tmp_path, capsys):
     assert {"gpt2", "mars"} <= set(fields["tags"])
     assert "license" not in fields
     loss = values_of(finished_run, "eval/loss")[6]
-    assert results_of(fields) == {("tokens", "loss, nats a token"): loss}
+    bits = values_of(finished_run, "eval/bits_per_byte")[6]
+    assert results_of(fields) == {
+        ("tokens", "loss, nats a token"): loss,
+        ("tokens", "bits_per_byte"): bits,
+    }
     assert f"| {loss:.4f} |" in sections["Scores"]
 
     meta = json.loads((byte_tokens / "meta.json").read_text())
@@ -174,6 +178,6 @@ def test_the_hub_reads_the_card(finished_run, tmp_path):
     export(finished_run, tmp_path / "out")
     card = huggingface_hub.ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.pipeline_tag == "text-generation"
-    (result,) = card.data.eval_results
-    assert result.metric_type == "loss"
+    result, bits = card.data.eval_results
+    assert (result.metric_type, bits.metric_type) == ("loss", "bits_per_byte")
     assert result.metric_value == values_of(finished_run, "eval/loss")[6]
