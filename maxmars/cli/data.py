@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import itertools
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
@@ -20,19 +19,16 @@ from rich.table import Table
 
 from maxmars.cli.parse import HELP, parse_options
 from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive, UsageError
-from maxmars.data.formats import open_split
+from maxmars.data.formats import open_directory
 from maxmars.data.metadata import (
     FORMAT,
-    METADATA,
     DocumentStarts,
     Metadata,
-    NoSuchSplitError,
     Shard,
-    read_metadata,
 )
-from maxmars.data.token_files import TokenStream
+from maxmars.data.token_files import TokenDirectory, TokenStream
 from maxmars.data.tokenizer import GPT2Tokenizer, load, tokenizer_of_tokens
-from maxmars.distributed.files import Workdir, is_remote, resolve, sha256_of
+from maxmars.distributed.files import Workdir, resolve, sha256_of
 from maxmars.distributed.progress import Progress
 
 if TYPE_CHECKING:
@@ -275,21 +271,19 @@ def _parse_tasks(tasks: str) -> tuple[int, int]:
 
 
 def _inspect(arguments: InspectArguments) -> int:
-    path = arguments.path
-    directory = resolve(path)
-    metadata = _metadata_of(directory)
-    if arguments.verify and metadata is None:
-        print(f"{directory}: files of another program, without checksums to compare")
-    elif arguments.verify and metadata is not None:
-        _verify(directory, metadata)
-        print(f"{directory}: every file matches its checksum")
-    splits = dict(_open_splits(directory))
-    _print_summary(directory, metadata, splits)
+    opened = open_directory(arguments.path)
+    if arguments.verify and opened.metadata is None:
+        print(f"{opened.path}: files of another program, without checksums to compare")
+    elif arguments.verify and opened.metadata is not None:
+        _verify(opened.path, opened.metadata)
+        print(f"{opened.path}: every file matches its checksum")
+    splits = {name: opened.stream(name) for name in opened.splits}
+    _print_summary(opened, splits)
     if arguments.verify:
         for name, stream in splits.items():
             print(f"SHA-256 of the tokens of {name}: {sha256_of_tokens(stream)}")
     tokens = {name: stream.num_tokens for name, stream in splits.items()}
-    print(training_command(path, tokens, next(iter(splits.values())).tokenizer))
+    print(training_command(arguments.path, tokens, opened.vocabulary.tokenizer))
     return 0
 
 
@@ -303,24 +297,6 @@ def sha256_of_tokens(stream: TokenStream) -> str:
             count = min(_BLOCK_TOKENS, stream.num_tokens - start)
             sha.update(stream.read(start, count).astype("<u4").tobytes())
     return sha.hexdigest()
-
-
-def _metadata_of(directory: Workdir) -> Metadata | None:
-    """The description of token shards; None where another program wrote what can be read.
-
-    Raises:
-      FileNotFoundError: there is nothing that can be read.
-    """
-    is_described = is_remote(directory) or (directory / METADATA).is_file()
-    if not is_described and next(_open_splits(directory), None) is not None:
-        return None
-    return read_metadata(directory)
-
-
-def _open_splits(directory: Workdir) -> Iterator[tuple[str, TokenStream]]:
-    for name in ("train", "val"):
-        with contextlib.suppress(NoSuchSplitError):
-            yield name, open_split(directory, name)
 
 
 def _verify(directory: Workdir, metadata: Metadata) -> None:
@@ -348,12 +324,10 @@ def _verify(directory: Workdir, metadata: Metadata) -> None:
                 )
 
 
-def _print_summary(
-    directory: Workdir, metadata: Metadata | None, splits: Mapping[str, TokenStream]
-) -> None:
+def _print_summary(directory: TokenDirectory, splits: Mapping[str, TokenStream]) -> None:
     """Print the origin of the tokens, their counts, and a sample of each split."""
     console = Console(highlight=False, soft_wrap=True)
-    first = next(iter(splits.values()))
+    metadata, vocabulary = directory.metadata, directory.vocabulary
     written = "files of another program, without source and counts of documents"
     if metadata is not None:
         written = f"token shards ({FORMAT}, {metadata.dtype})"
@@ -361,18 +335,18 @@ def _print_summary(
         "format": written,
         "source": metadata and metadata.source,
         "command": metadata and metadata.command,
-        "tokenizer": f"{first.tokenizer}, vocabulary of {first.vocab_size:,}",
-        "digest": first.tokenizer_digest,
+        "tokenizer": f"{vocabulary.tokenizer}, vocabulary of {vocabulary.size:,}",
+        "digest": vocabulary.digest,
         "left out": metadata and metadata.skipped,
         "repeated": metadata and metadata.repeated and _in_both(metadata),
         "lost": metadata and metadata.loss and f"of a sample of the text, {metadata.loss}",
     }
-    console.print(str(directory), style="bold", markup=False)
+    console.print(str(directory.path), style="bold", markup=False)
     for name, value in facts.items():
         if value is not None:
             console.print(f"  {name:<10}", str(value), markup=False)
     try:
-        tokenizer = tokenizer_of_tokens(first)
+        tokenizer = tokenizer_of_tokens(vocabulary)
     except (ImportError, OSError, ValueError) as error:
         console.print(f"no sample: {error}", markup=False)
         tokenizer = None
@@ -390,10 +364,10 @@ def _print_summary(
             sample = tokenizer.decode(tokens[:end])
             cut = sample[:_SAMPLE_CHARACTERS]
             samples.append(f"{name}: {cut!r}{'...' if cut != sample else ''}")
-        num_files = sum(file.split in (None, stream.split) for file in stream.files)
+        num_files = sum(file.split == name for file in directory.files)
         if metadata is not None:
             split = metadata.splits[name]
-            num_files, documents = len(split.shards), f"{split.num_documents:,}"
+            documents = f"{split.num_documents:,}"
             if split.num_documents:
                 length = f"{split.num_tokens / split.num_documents:,.1f}"
         counts = f"{stream.num_tokens:,}", documents, f"{num_files:,}"

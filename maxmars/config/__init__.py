@@ -13,7 +13,7 @@ from maxmars.config.data import (
     Order,
     Packing,
     PythonSourcesConfig,
-    TokenDirectory,
+    TokenFilesConfig,
     TokenShardsConfig,
 )
 from maxmars.config.load import load_config

@@ -37,7 +37,7 @@ class TokenOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenDirectory(CheckedConfig):
+class TokenFilesConfig(CheckedConfig):
     """A directory of tokens, and what the files of other programs do not say of their tokens.
 
     `meta.json` of `maxmars data prepare` says it all: there, all but the path stay None."""
@@ -64,7 +64,7 @@ class TokenDirectory(CheckedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenShardsConfig(TokenDirectory, TokenOptions):
+class TokenShardsConfig(TokenFilesConfig, TokenOptions):
     """Tokens: a directory that `maxmars data prepare` wrote, on a disk or in a bucket, or a
     directory of nanoGPT, build-nanogpt or llm.c as it is, on a disk."""
 
@@ -117,7 +117,7 @@ class GrainConfig(DataOptions, GrainSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MixturePart(TokenDirectory):
+class MixturePart(TokenFilesConfig):
     """A directory of tokens as a part of a mixture."""
 
     weight: NotNegative[float]

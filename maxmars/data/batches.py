@@ -29,12 +29,13 @@ from maxmars.config import (
     ModelConfig,
     Order,
     PythonSourcesConfig,
-    TokenDirectory,
+    TokenFilesConfig,
     TrainConfig,
 )
 from maxmars.config.data import TokenOptions
 from maxmars.config.user_code import Source
-from maxmars.data.formats import examine, open_examined
+from maxmars.data.formats import check_files, describe, read_description
+from maxmars.data.metadata import METADATA
 from maxmars.data.own_data import OwnWindows
 from maxmars.data.prepare import prepare_python_sources
 from maxmars.data.sampling import (
@@ -44,9 +45,9 @@ from maxmars.data.sampling import (
     training_numbers,
     validation_numbers,
 )
-from maxmars.data.token_files import Origin, TokenFile, TokenStream, digest_of
-from maxmars.data.tokenizer import end_of_text
-from maxmars.data.windows import TYPES, Batch, SegmentedWindows, TokenWindows, Types, Windows
+from maxmars.data.token_files import TokenDirectory, TokenFile
+from maxmars.data.tokenizer import Vocabulary
+from maxmars.data.windows import PACKED, TYPES, Batch, TokenWindows, Types
 from maxmars.data.workers import end_with_parent
 from maxmars.distributed import processes
 from maxmars.distributed.files import is_remote, read_text
@@ -56,6 +57,10 @@ _LOGGER = logging.getLogger(__name__)
 _BUCKET_READS = 4  # batches at a time: an answer may take longer than a step
 UNKNOWN_TOKENIZER = GrainSource.tokenizer
 
+Windows = TokenWindows | OwnWindows
+"""Windows by number, with the same attributes and methods: of a directory of tokens, or of a user's
+function."""
+
 DeviceBatch = dict[str, jax.Array]
 """A global batch on the mesh: `tokens`, int32 [microbatches, rows, max_seq_len + 1], and where the
 data has them, arrays of the same shape: `mask` (bool, whether a token counts as a target, or
@@ -64,10 +69,10 @@ float32, the weight of its loss; that of the first token of a row is never used)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SplitTokens:
-    """The `Windows` of one split that a config means, and how training takes them.
+class DataSplit:
+    """One split of the data of a config: the windows of its parts, and how training takes them.
 
-    Those of all parts of a mixture are numbered one part after the other.
+    The windows of a mixture's parts are numbered one part after the other; other data are one part.
     """
 
     parts: tuple[Windows, ...]
@@ -104,15 +109,12 @@ class SplitTokens:
         return self.parts[0].length
 
     @property
-    def origins(self) -> list[Origin]:
-        """Whose windows those of each part are."""
-        return [part.origin for part in self.parts]
-
-    @property
-    def origin(self) -> Origin:
-        """The first origin whose tokenizer is known, if any is: it is that of all."""
-        known = (o for o in self.origins if o.tokenizer != UNKNOWN_TOKENIZER)
-        return next(known, self.origins[0])
+    def vocabulary(self) -> Vocabulary:
+        """What the ids of the tokens mean: by the first part whose tokenizer is known, as all have
+        one tokenizer."""
+        vocabularies = [part.vocabulary for part in self.parts]
+        known = (v for v in vocabularies if v.tokenizer != UNKNOWN_TOKENIZER)
+        return next(known, vocabularies[0])
 
     @property
     def in_bucket(self) -> bool:
@@ -131,7 +133,8 @@ class SplitTokens:
         segment, and positions count from 0.
 
         Raises:
-          See `Windows.read`.
+          See `TokenWindows.read`; ValueError also where what a user's function gives is not as it
+            should be.
         """
         if len(self.parts) == 1:
             return self.parts[0].read(numbers)
@@ -163,12 +166,12 @@ class SplitTokens:
 
     def describe(self) -> dict[str, Any]:
         """Of each of `parts`, JSON-ready: its `name` (of the directory, or of the user's function),
-        `weight` and `tokenizer`, and what `Windows.describe` says; and `num_tokens` of all."""
+        `weight` and `tokenizer`, and what `TokenWindows.describe` says; and `num_tokens` of all."""
         parts: list[dict[str, Any]] = [
             {
-                "name": part.origin.directory.name,
+                "name": part.path.name,
                 "weight": weight,
-                "tokenizer": part.origin.tokenizer,
+                "tokenizer": part.vocabulary.tokenizer,
                 **part.describe(),
             }
             for part, weight in zip(self.parts, self.weights, strict=True)
@@ -192,8 +195,7 @@ def batch_types(config: DataConfig, model: ModelConfig) -> Types:
     Raises:
       ValueError: own data are not as they should be.
     """
-    is_split = isinstance(config, TokenOptions) and config.packing == "split"
-    of_parts = [(SegmentedWindows if is_split else TokenWindows).types]
+    of_parts = [PACKED[config.packing if isinstance(config, TokenOptions) else "none"]]
     for part in _parts(config):
         if isinstance(part, GrainSource):
             try:
@@ -203,10 +205,10 @@ def batch_types(config: DataConfig, model: ModelConfig) -> Types:
     return _union(of_parts)
 
 
-def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTokens:
+def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> DataSplit:
     """The windows of a split (`train` or `val`); all processes of a run must call.
 
-    Process 0 reads `meta.json` and looks at the files for all: see `formats.examine`.
+    Process 0 looks at the files of a directory for all.
 
     Raises:
       FileNotFoundError: there is no such directory, or nothing in it that can be read.
@@ -229,8 +231,8 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTok
             assert isinstance(config, TokenOptions)  # own data alone are not
             windows = _token_windows(part, config, split, model)
         opened.append(windows)
-    _check_tokenizers([w.origin for w in opened if w.origin.tokenizer != UNKNOWN_TOKENIZER])
-    return SplitTokens(
+    _check_tokenizers(opened)
+    return DataSplit(
         parts=tuple(opened),
         weights=weights,
         changes=changes,
@@ -239,7 +241,7 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> SplitTok
     )
 
 
-def _parts(config: DataConfig) -> tuple[TokenDirectory | PythonSourcesConfig | GrainSource, ...]:
+def _parts(config: DataConfig) -> tuple[TokenFilesConfig | PythonSourcesConfig | GrainSource, ...]:
     return config.parts if isinstance(config, MixtureConfig) else (config,)
 
 
@@ -255,26 +257,47 @@ def _own_windows(part: GrainSource, split: str, model: ModelConfig) -> OwnWindow
 
 
 def _token_windows(
-    part: TokenDirectory | PythonSourcesConfig,
+    part: TokenFilesConfig | PythonSourcesConfig,
     options: TokenOptions,
     split: str,
     model: ModelConfig,
 ) -> TokenWindows:
-    """The windows of a directory, with the segments that `packing` asks for."""
     if isinstance(part, PythonSourcesConfig):
-        part = TokenDirectory(path=str(prepare_python_sources()))
+        part = TokenFilesConfig(path=str(prepare_python_sources()))
     checksums = options.verify and split == "train"  # of all splits: once is enough
-    look = functools.partial(examine, part.path, checksums=checksums)
-    meta = processes.text_from_primary(look)
-    stream = open_examined(part, split, meta)
-    _check_same_directory(stream, meta)
-    _check_vocabulary(stream, model)
-    length = model.max_seq_len
-    at_every_token = options.order == "random_windows" and split == "train"
-    if options.packing == "none":
-        return TokenWindows(stream, length, at_every_token=at_every_token)
-    end = end_of_text(stream)
-    return SegmentedWindows(stream, length, end, at_every_token=at_every_token)
+    directory = _open_together(part, checksums=checksums)
+    vocabulary = directory.vocabulary
+    if vocabulary.size > model.vocab_size:
+        raise ValueError(
+            f"the tokens in {directory.path} have a vocabulary of {vocabulary.size} "
+            f"({vocabulary.tokenizer}), more than model.vocab_size={model.vocab_size}; set "
+            f"model.vocab_size={vocabulary.size} or prepare the text with another tokenizer."
+        )
+    is_random = options.order == "random_windows" and split == "train"
+    return TokenWindows(
+        directory.stream(split),
+        model.max_seq_len,
+        packing=options.packing,
+        stride=1 if is_random else None,
+    )
+
+
+def _open_together(tokens: TokenFilesConfig, *, checksums: bool) -> TokenDirectory:
+    """`formats.open_directory` in all processes, which all must call, of the same directory.
+
+    Process 0 reads the description and looks at the files for all. On disks the others may see
+    other files: only descriptions are compared, or where there are none, samples of the files: see
+    `TokenDirectory.digest`. That files are as described is checked by `Verification`, which divides
+    them over the hosts.
+    """
+    text = processes.text_from_primary(lambda: read_description(tokens.path))
+    directory = describe(tokens, text)
+    processes.text_from_primary(lambda: check_files(directory, checksums=checksums))
+    if not is_remote(directory.path):
+        own = text if processes.is_primary() else read_text(directory.path / METADATA)
+        own = directory.digest() if text is None else own or ""
+        _check_all_have(hashlib.sha256(own.encode()).hexdigest(), f"{directory.path}")
+    return directory
 
 
 def _check_all_have(digest: str, what: str) -> None:
@@ -288,45 +311,30 @@ def _check_all_have(digest: str, what: str) -> None:
         )
 
 
-def _check_same_directory(stream: TokenStream, meta: str | None) -> None:
-    """Check that a directory on disks is the same for every process; all must call.
-
-    Only its description is compared, or where it has none, samples of the files: see `digest_of`.
-    That files are as described is checked by `Verification`, which divides them over the hosts.
-    """
-    if is_remote(stream.directory):
-        return  # all read the same objects
-    own = digest_of(stream) if meta is None else read_text(stream.directory / "meta.json")
-    _check_all_have(hashlib.sha256((own or "").encode()).hexdigest(), f"{stream.directory}")
-
-
-def vocabulary_hint(tokens: SplitTokens, model: ModelConfig) -> str | None:
+def vocabulary_hint(tokens: DataSplit, model: ModelConfig) -> str | None:
     """A hint where a model has at least twice the rows that the tokens need; else None."""
-    needed = max(origin.vocab_size for origin in tokens.origins)
+    needed = max(part.vocabulary.size for part in tokens.parts)
     if 2 * needed > model.vocab_size:
         return None
     return (
-        f"hint: the tokens ({tokens.origin.tokenizer}) have {needed:,} ids, and the model's table "
-        f"has {model.vocab_size:,} rows; --model.vocab-size {needed} makes it smaller and faster"
+        f"hint: the tokens ({tokens.vocabulary.tokenizer}) have {needed:,} ids, and the model's "
+        f"table has {model.vocab_size:,} rows; --model.vocab-size {needed} makes it smaller and "
+        "faster"
     )
 
 
-def _check_vocabulary(stream: TokenStream, model: ModelConfig) -> None:
-    if stream.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"the tokens in {stream.directory} have a vocabulary of {stream.vocab_size} "
-            f"({stream.tokenizer}), more than model.vocab_size={model.vocab_size}; set "
-            f"model.vocab_size={stream.vocab_size} or prepare the text with another tokenizer."
-        )
-
-
-def _check_tokenizers(origins: Sequence[Origin]) -> None:
-    for first, other in itertools.pairwise(origins):
-        digests = {first.tokenizer_digest, other.tokenizer_digest} - {None}
+def _check_tokenizers(parts: Sequence[Windows]) -> None:
+    known = [part for part in parts if part.vocabulary.tokenizer != UNKNOWN_TOKENIZER]
+    for pair in itertools.pairwise(known):
+        first, other = (part.vocabulary for part in pair)
+        digests = {first.digest, other.digest} - {None}
         if first.tokenizer != other.tokenizer or len(digests) > 1:
-            both = [f"{s.directory} ({s.tokenizer}, {s.tokenizer_digest})" for s in (first, other)]
+            both = " and ".join(
+                f"{part.path} ({part.vocabulary.tokenizer}, {part.vocabulary.digest})"
+                for part in pair
+            )
             raise ValueError(
-                f"the parts of a mixture need one tokenizer, but {' and '.join(both)} have two; "
+                f"the parts of a mixture need one tokenizer, but {both} have two; "
                 "prepare the text of one again with the tokenizer of the other."
             )
 
@@ -357,7 +365,7 @@ class TrainBatches:
 
     def __init__(
         self,
-        tokens: SplitTokens,
+        tokens: DataSplit,
         config: TrainConfig,
         mesh: Mesh,
         *,
@@ -435,7 +443,7 @@ def _to_devices(mesh: Mesh, rows: int, batch: Batch) -> DeviceBatch:
     return jax.block_until_ready(on_mesh)
 
 
-def _check_batch(tokens: SplitTokens, batch_size: int) -> None:
+def _check_batch(tokens: DataSplit, batch_size: int) -> None:
     """Check that no part repeats itself within one batch."""
     stages = [tokens.weights, *(weights for _, weights in tokens.changes)]
     shares = np.max([Interleaving(weights).counts(batch_size) for weights in stages], axis=0)
@@ -443,7 +451,7 @@ def _check_batch(tokens: SplitTokens, batch_size: int) -> None:
         if len(part) < share:
             of_it = "" if share == batch_size else f", of which it has {share}"
             raise ValueError(
-                f"split {part.origin.split!r} of {part.origin.directory} has {len(part)} windows "
+                f"split {part.split!r} of {part.path} has {len(part)} windows "
                 f"of model.max_seq_len={part.length} tokens, too few for one batch of "
                 f"global_batch_size={batch_size}{of_it}; prepare more text or lower one of the two."
             )
@@ -472,9 +480,7 @@ class ValidationBatches:
       num_windows: windows scored: those asked for, or all where the split has fewer.
     """
 
-    def __init__(
-        self, tokens: SplitTokens, mesh: Mesh, *, num_windows: int, batch_size: int
-    ) -> None:
+    def __init__(self, tokens: DataSplit, mesh: Mesh, *, num_windows: int, batch_size: int) -> None:
         """Find out how many windows and rows there are; read none."""
         self._in_bucket = tokens.in_bucket
         numbers = validation_numbers(tokens.sizes, tokens.weights)

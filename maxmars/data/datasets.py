@@ -8,17 +8,17 @@ import os
 import numpy as np
 from jaxtyping import Int64
 
-from maxmars.config import TokenDirectory, from_dict
+from maxmars.config import TokenFilesConfig, from_dict
 from maxmars.config.checks import require
 from maxmars.config.data import Packing
 from maxmars.data.batches import open_data
-from maxmars.data.formats import open_split
+from maxmars.data.formats import open_directory
 from maxmars.data.metadata import AGAIN
 from maxmars.data.sampling import Numbers
 from maxmars.data.token_datasets import DocumentDataset, TokenDataset
-from maxmars.data.token_files import TokenStream, digest_of
+from maxmars.data.token_files import TokenStream
 from maxmars.data.tokenizer import end_of_text
-from maxmars.data.windows import Batch, SegmentedWindows, TokenWindows
+from maxmars.data.windows import Batch, TokenWindows
 from maxmars.distributed.files import (
     read_json,
     reporting,
@@ -32,7 +32,7 @@ _BLOCK_TOKENS = 1 << 24
 
 
 def dataset(
-    path: str | os.PathLike[str] | TokenDirectory,
+    path: str | os.PathLike[str] | TokenFilesConfig,
     split: str,
     length: int,
     packing: Packing = "none",
@@ -44,7 +44,7 @@ def dataset(
 
     Args:
       path: the directory, in any format that `maxmars train` reads, on a disk or `gs://`. A
-        `TokenDirectory` also says what other programs' files do not.
+        `TokenFilesConfig` also says what other programs' files do not.
       split: `train` or `val`.
       length: tokens of a window that are predicted, `model.max_seq_len`.
       packing: `split` adds `segment_ids` and `positions`, by which attention stays within the
@@ -55,25 +55,22 @@ def dataset(
       tokens.
 
     Raises:
-      FileNotFoundError, ValueError, OSError, ImportError: see `formats.open_split`; or the split is
-        too short for a window.
+      FileNotFoundError, ValueError, OSError, ImportError: see `formats.open_directory`; or there
+        is no such split, or it is too short for a window.
     """
     require(packing in ("none", "split"), f"packing={packing!r} must be 'none' or 'split'.")
-    stream = open_split(path, split)
-    if packing == "split":
-        windows: TokenWindows = SegmentedWindows(stream, length, end_of_text(stream))
-    else:
-        windows = TokenWindows(stream, length)
+    stream = open_directory(path).stream(split)
+    windows = TokenWindows(stream, length, packing=packing)
     return TokenDataset(
         Numbers(range(len(windows))),
         lambda numbers: _rows(windows.read(numbers)),
-        origin=stream,
-        files=stream.files,
+        vocabulary=windows.vocabulary,
+        files=windows.files,
         digest=windows.digest(),
     )
 
 
-def documents(path: str | os.PathLike[str] | TokenDirectory, split: str) -> DocumentDataset:
+def documents(path: str | os.PathLike[str] | TokenFilesConfig, split: str) -> DocumentDataset:
     """The documents of a directory of tokens in order, each with the token that ends it.
 
     Joined, they are the stream. Where they start stands in our own directories; in those of other
@@ -89,7 +86,7 @@ def documents(path: str | os.PathLike[str] | TokenDirectory, split: str) -> Docu
     Raises:
       See `dataset`; ValueError also where nothing says which token ends a document.
     """
-    stream = open_split(path, split)
+    stream = open_directory(path).stream(split)
     starts = _document_starts(stream)
 
     def read(numbers: Int64[np.ndarray, " documents"]) -> list[np.ndarray]:
@@ -99,9 +96,9 @@ def documents(path: str | os.PathLike[str] | TokenDirectory, split: str) -> Docu
     opened = DocumentDataset(
         Numbers(range(len(starts) - 1)),
         read,
-        origin=stream,
-        files=stream.files,
-        digest=digest_of(stream),
+        vocabulary=stream.vocabulary,
+        files=stream.directory.files,
+        digest=stream.directory.digest(),
     )
     opened.lengths = np.diff(starts)
     return opened
@@ -139,7 +136,7 @@ def examples(run: str | os.PathLike[str]) -> TokenDataset:
     return TokenDataset(
         tokens.training_numbers(config.seed),
         lambda numbers: _rows(tokens.read(numbers)),
-        origin=tokens.origin,
+        vocabulary=tokens.vocabulary,
         files=tokens.files,
         digest=digest,
     )
@@ -151,11 +148,13 @@ def _rows(batch: Batch) -> list[Batch]:
 
 def _document_starts(stream: TokenStream) -> Int64[np.ndarray, " starts"]:
     """Where each document starts in a stream, and where the last one ends."""
-    of_split = None if stream.metadata is None else stream.metadata.splits[stream.split].documents
+    directory = stream.directory
+    metadata = directory.metadata
+    of_split = None if metadata is None else metadata.splits[stream.split].documents
     if of_split is None:
-        starts = _searched(stream, end_of_text(stream))
+        starts = _searched(stream, end_of_text(stream.vocabulary))
     else:
-        path = stream.directory / of_split.file
+        path = directory.path / of_split.file
         with reporting(path):
             stored = path.read_bytes()
         if hashlib.sha256(stored).hexdigest() != of_split.sha256:

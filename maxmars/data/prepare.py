@@ -36,7 +36,7 @@ from maxmars.config.checks import read_as
 from maxmars.config.errors import EXTERNAL_ERRORS
 from maxmars.config.numbers import short
 from maxmars.data.corpus import Corpus, PythonSources, Texts
-from maxmars.data.formats import examine
+from maxmars.data.formats import open_directory
 from maxmars.data.metadata import (
     METADATA,
     PLAN,
@@ -565,5 +565,5 @@ def prepare_python_sources() -> Path:
                 tokenizer=ByteTokenizer(),
                 source=f"standard library of Python {platform.python_version()}",
             )
-    examine(path)
+    open_directory(path)
     return path

@@ -14,8 +14,8 @@ import grain
 import numpy as np
 from jaxtyping import Int64
 
-from maxmars.data.token_files import Origin, TokenFile
-from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
+from maxmars.data.token_files import TokenFile
+from maxmars.data.tokenizer import Tokenizer, Vocabulary, tokenizer_of_tokens
 
 Elements = Callable[[Int64[np.ndarray, " elements"]], Sequence[Any]]
 """Reads the elements with these numbers, all at once."""
@@ -27,7 +27,7 @@ class TokenDataset(grain.MapDataset[Any]):
     Args:
       numbers: the number of each element.
       read: reads elements.
-      origin: what the tokens mean.
+      vocabulary: what the ids of the tokens mean.
       files: the files that they are read from, of every split.
       digest: SHA-256, in hex, that tells the data from others.
     """
@@ -37,13 +37,13 @@ class TokenDataset(grain.MapDataset[Any]):
         numbers: grain.MapDataset[int],
         read: Elements,
         *,
-        origin: Origin,
+        vocabulary: Vocabulary,
         files: Sequence[TokenFile],
         digest: str,
     ) -> None:
         super().__init__(numbers)
         self._numbers, self._read = numbers, read
-        self.origin, self.files, self.digest = origin, files, digest
+        self.vocabulary, self.files, self.digest = vocabulary, files, digest
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -65,7 +65,7 @@ class TokenDataset(grain.MapDataset[Any]):
         Raises:
           ValueError, ImportError, OSError: see `tokenizer_of_tokens`.
         """
-        return tokenizer_of_tokens(self.origin)
+        return tokenizer_of_tokens(self.vocabulary)
 
 
 class DocumentDataset(TokenDataset):

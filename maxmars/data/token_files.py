@@ -1,7 +1,7 @@
-"""Streams of tokens over files of raw tokens.
+"""Directories of tokens, whatever program wrote them, and the stream of tokens of each split.
 
-A split is one stream, whatever its format: see `TokenStream`. Files on a disk are mapped; of files
-in a bucket, only the ranges that a batch needs are read. `formats` tells the formats apart.
+`formats.open_directory` makes a `TokenDirectory`, and its `stream(split)` reads tokens. Files on a
+disk are mapped; of files in a bucket, only the ranges that a batch needs are read.
 """
 
 from __future__ import annotations
@@ -11,20 +11,18 @@ import functools
 import hashlib
 import itertools
 import json
-import os
 import resource
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32, Int64, Integer
 
 from maxmars.data.bucket import read_ranges
-from maxmars.data.metadata import AGAIN, Metadata, NoSuchSplitError, read_metadata
-from maxmars.data.tokenizer import Tokenized
-from maxmars.distributed.files import Workdir, is_remote, resolve
+from maxmars.data.metadata import AGAIN, Metadata, NoSuchSplitError
+from maxmars.data.tokenizer import Vocabulary
+from maxmars.distributed.files import Workdir, is_remote
 
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _MOST_OPEN = 1 << 14  # files; Linux maps 65,530 at most
@@ -40,56 +38,59 @@ class TokenFile:
     """One file of a directory of tokens."""
 
     path: Workdir
+    split: str
+    """Which split's tokens it holds."""
     num_bytes: int
     """Size that it must have."""
     header_bytes: int = 0
     """Bytes before the first token."""
     sha256: str | None = None
     """Checksum of the whole file, where one is recorded."""
-    split: str | None = None
-    """Which split's tokens it holds, where that is known."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Vocabulary:
-    """What the ids of tokens mean."""
+class TokenDirectory:
+    """A directory of tokens: its files, and what the numbers in them are."""
 
-    tokenizer: str
-    """Name of the tokenizer."""
-    size: int
-    """Every token lies in [0, size)."""
-    digest: str | None = None
-    """SHA-256 over the tokenizer's vocabulary; None where no files of it are known."""
-    place: Workdir | None = None
-    """Where these files are; None is beside the tokens."""
+    path: Workdir
+    files: tuple[TokenFile, ...]
+    """Those of every split, of each in order."""
+    dtype: np.dtype
+    """Type of a token: little-endian integers."""
+    vocabulary: Vocabulary
+    metadata: Metadata | None = None
+    """What `meta.json` says; None of other programs' files, which have none."""
+    is_guess: bool = False
+    """Whether nothing says that the tokens are GPT-2's, for which they are taken."""
 
+    @property
+    def splits(self) -> list[str]:
+        """The splits that there are."""
+        return list(dict.fromkeys(file.split for file in self.files))
 
-@runtime_checkable
-class Origin(Tokenized, Protocol):
-    """The split that tokens are of, and what they mean."""
+    def stream(self, split: str) -> TokenStream:
+        """The tokens of a split; none are read yet.
 
-    directory: Workdir
-    """Where it is."""
-    split: str
-    """Name of the split there."""
-    vocab_size: int
-    """Every token lies in [0, vocab_size)."""
+        Raises:
+          NoSuchSplitError: there is no such split.
+        """
+        return TokenStream(self, split)
 
+    def digest(self) -> str:
+        """SHA-256 over the tokenizer and the files of all splits, in hex.
 
-def digest_of(stream: TokenStream) -> str:
-    """SHA-256 over the tokenizer and the files of a stream's directory, of all splits, in hex.
+        A file counts with its name, size and recorded checksum. Of a file without one, samples of
+        its bytes count, which tell other data but not every damage.
 
-    A file counts with its name, size and recorded checksum. Of a file without one, samples of its
-    bytes count, which tell other data but not every damage.
-
-    Raises:
-      OSError: a file cannot be read.
-    """
-    told = {
-        "tokenizer": [stream.tokenizer, stream.tokenizer_digest, stream.vocab_size],
-        "files": [[f.path.name, f.num_bytes, f.sha256 or _sampled(f)] for f in stream.files],
-    }
-    return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        Raises:
+          OSError: a file cannot be read.
+        """
+        vocabulary = self.vocabulary
+        payload = {
+            "tokenizer": [vocabulary.tokenizer, vocabulary.digest, vocabulary.size],
+            "files": [[f.path.name, f.num_bytes, f.sha256 or _sampled(f)] for f in self.files],
+        }
+        return hashlib.sha256(json.dumps(payload).encode()).hexdigest()
 
 
 def _sampled(file: TokenFile) -> str:
@@ -100,41 +101,6 @@ def _sampled(file: TokenFile) -> str:
             opened.seek(int(place))
             sha.update(opened.read(_SAMPLE_BYTES))
     return sha.hexdigest()
-
-
-def check_range(
-    stream: TokenStream,
-    starts: Integer[np.ndarray, " windows"],
-    lengths: int | Integer[np.ndarray, " windows"],
-) -> None:
-    """Check that [start, start + length) lies in a stream for each of `starts`.
-
-    Raises:
-      ValueError: one does not.
-    """
-    lengths = np.broadcast_to(lengths, starts.shape)
-    outside = (starts < 0) | (lengths < 0) | (starts > stream.num_tokens - lengths)
-    if outside.any():
-        start, length = int(starts[outside][0]), int(lengths[outside][0])
-        raise ValueError(
-            f"tokens [{start}, {start + length}) lie outside the {stream.num_tokens} tokens "
-            f"of split {stream.split!r} in {stream.directory}."
-        )
-
-
-def check_ids(stream: TokenStream, tokens: np.ndarray) -> None:
-    """Check that tokens lie in the vocabulary of the stream that they were read from.
-
-    Raises:
-      ValueError: one does not.
-    """
-    largest = tokens.view(_UNSIGNED[tokens.itemsize]).max(initial=0)  # a negative one becomes large
-    if largest >= stream.vocab_size:
-        raise ValueError(
-            f"{stream.directory} holds the token id {largest}, but the vocabulary of "
-            f"{stream.tokenizer!r} has {stream.vocab_size} ids: it is damaged, or of another "
-            f"tokenizer or type; {NAME_THEM if stream.metadata is None else AGAIN}."
-        )
 
 
 def check_size(file: TokenFile) -> None:
@@ -171,8 +137,8 @@ def _maps() -> Callable[[TokenStream, int], np.ndarray]:
 
 
 class TokenStream:
-    """The tokens of one split, which can be read anywhere at the same cost: files of raw
-    little-endian tokens, one after the other.
+    """The tokens of one split, which can be read anywhere at the same cost: those of its files, one
+    after the other.
 
     Construction reads nothing. A file on a disk is mapped when it is first read, and its size is
     checked then, so that an object travels to another process as its paths.
@@ -180,47 +146,36 @@ class TokenStream:
     Args:
       directory: where the files are.
       split: name of the split.
-      splits: the files of every split, in order.
-      dtype: type of a token, an integer's.
-      vocabulary: what the ids mean.
 
     Raises:
       NoSuchSplitError: there is no such split.
     """
 
-    def __init__(
-        self,
-        directory: Workdir,
-        split: str,
-        splits: Mapping[str, Sequence[TokenFile]],
-        *,
-        dtype: str,
-        vocabulary: Vocabulary,
-    ) -> None:
-        if split not in splits:
+    def __init__(self, directory: TokenDirectory, split: str) -> None:
+        files = [file for file in directory.files if file.split == split]
+        if not files:
+            way_out = "prepare it again with a validation fraction greater than 0"
+            if directory.metadata is None:
+                way_out = f"put a file there whose name is like {directory.files[0].path.name}'s"
+            if split == "val":
+                way_out += ", or train without validation: --eval.every None"
             raise NoSuchSplitError(
-                f"the token directory {directory} has no split {split!r}, only "
-                f"{', '.join(splits) or 'none'}; prepare it again with a validation fraction "
-                "greater than 0, or name another directory."
+                f"the token directory {directory.path} has no split {split!r}, only "
+                f"{', '.join(directory.splits) or 'none'}; {way_out}."
             )
-        self.directory: Workdir = directory
-        self.split = split
-        self.tokenizer, self.tokenizer_digest = vocabulary.tokenizer, vocabulary.digest
-        self.tokenizer_place: Workdir = vocabulary.place or directory
-        self.vocab_size = vocabulary.size
-        self.files: Sequence[TokenFile] = [file for files in splits.values() for file in files]
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        counts = [(f.num_bytes - f.header_bytes) // self._dtype.itemsize for f in splits[split]]
-        self._files = [file for file, count in zip(splits[split], counts, strict=True) if count]
+        self.directory, self.split = directory, split
+        size = directory.dtype.itemsize
+        counts = [(file.num_bytes - file.header_bytes) // size for file in files]
+        self._files = [file for file, count in zip(files, counts, strict=True) if count]
         self._starts = [0, *itertools.accumulate(filter(None, counts))]
 
-    @property
-    def metadata(self) -> Metadata | None:
-        """What `meta.json` says; None of other programs' files, which have none."""
-        return None
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self.directory)!r}, {self.split!r})"
+        return f"{type(self).__name__}({str(self.directory.path)!r}, {self.split!r})"
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What the ids of the tokens mean."""
+        return self.directory.vocabulary
 
     @property
     def num_tokens(self) -> int:
@@ -250,18 +205,43 @@ class TokenStream:
           ValueError: some tokens lie outside the stream or the vocabulary, or a file was cut short.
           OSError: a bucket does not answer; see `bucket.read_ranges`.
         """
-        check_range(self, starts, lengths)
+        self._check_range(starts, lengths)
+        dtype = self.directory.dtype
         # A number of 64 bits is compared with the vocabulary before it is cut to 32.
-        tokens = np.empty(lengths.sum(), np.int64 if self._dtype.itemsize == 8 else np.int32)
+        tokens = np.empty(lengths.sum(), np.int64 if dtype.itemsize == 8 else np.int32)
         spans = self._spans(starts, lengths)
-        if is_remote(self.directory):
+        if is_remote(self.directory.path):
             self._fill_from_bucket(tokens, list(spans))
         else:
             map_ = _maps()
             for at, index, first, count in spans:
                 tokens[at : at + count] = map_(self, index)[first : first + count]
-        check_ids(self, tokens)
+        self._check_ids(tokens)
         return tokens.astype(np.int32, copy=False)
+
+    def _check_range(
+        self,
+        starts: Integer[np.ndarray, " pieces"],
+        lengths: Integer[np.ndarray, " pieces"],
+    ) -> None:
+        outside = (starts < 0) | (lengths < 0) | (starts > self.num_tokens - lengths)
+        if outside.any():
+            start, length = int(starts[outside][0]), int(lengths[outside][0])
+            raise ValueError(
+                f"tokens [{start}, {start + length}) lie outside the {self.num_tokens} tokens "
+                f"of split {self.split!r} in {self.directory.path}."
+            )
+
+    def _check_ids(self, tokens: np.ndarray) -> None:
+        vocabulary = self.vocabulary
+        # As unsigned numbers, negative ones are large.
+        largest = tokens.view(_UNSIGNED[tokens.itemsize]).max(initial=0)
+        if largest >= vocabulary.size:
+            raise ValueError(
+                f"{self.directory.path} holds the token id {largest}, but the vocabulary of "
+                f"{vocabulary.tokenizer!r} has {vocabulary.size} ids: it is damaged, or of another "
+                f"tokenizer or type; {NAME_THEM if self.directory.metadata is None else AGAIN}."
+            )
 
     def _spans(
         self, starts: Int64[np.ndarray, " pieces"], lengths: Integer[np.ndarray, " pieces"]
@@ -284,12 +264,12 @@ class TokenStream:
         file = self._files[index]
         check_size(file)
         # A plain array on the map: slicing np.memmap itself costs several microseconds.
-        return np.memmap(file.path, self._dtype, "r", file.header_bytes).view(np.ndarray)
+        return np.memmap(file.path, self.directory.dtype, "r", file.header_bytes).view(np.ndarray)
 
     def _fill_from_bucket(
         self, tokens: np.ndarray, spans: Sequence[tuple[int, int, int, int]]
     ) -> None:
-        size = self._dtype.itemsize
+        dtype, size = self.directory.dtype, self.directory.dtype.itemsize
         bytes_of = [
             (index, self._files[index].header_bytes + first * size, count * size)
             for _, index, first, count in spans
@@ -299,7 +279,7 @@ class TokenStream:
         for (at, _, _, count), (index, byte, _) in zip(spans, bytes_of, strict=True):
             range_ = bisect.bisect_right(merged, (index, byte, np.inf)) - 1
             content, offset = contents[range_], byte - merged[range_][1]
-            tokens[at : at + count] = np.frombuffer(content, self._dtype, count, offset)
+            tokens[at : at + count] = np.frombuffer(content, dtype, count, offset)
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -311,57 +291,3 @@ def merge_ranges(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int,
         else:
             merged.append((file, start, end))
     return merged
-
-
-class TokenShards(TokenStream):
-    """One split of a directory that `maxmars data prepare` wrote.
-
-    Args:
-      directory: on a disk or in a bucket.
-      split: `train` or `val`.
-      metadata: what `meta.json` says; read from the directory if it is None.
-
-    Raises:
-      FileNotFoundError: there is no directory, or no `meta.json` in it.
-      ValueError: `meta.json` is damaged, or has no such split.
-    """
-
-    def __init__(
-        self, directory: str | os.PathLike[str], split: str, metadata: Metadata | None = None
-    ) -> None:
-        directory = resolve(directory)
-        metadata = read_metadata(directory) if metadata is None else metadata
-        self._metadata = metadata
-        super().__init__(
-            directory,
-            split,
-            shards_of(directory, metadata),
-            dtype=metadata.dtype,
-            vocabulary=Vocabulary(
-                tokenizer=metadata.tokenizer,
-                digest=metadata.tokenizer_digest,
-                size=metadata.vocab_size,
-            ),
-        )
-
-    @property
-    def metadata(self) -> Metadata:
-        """What `meta.json` says."""
-        return self._metadata
-
-
-def shards_of(directory: Workdir, metadata: Metadata) -> dict[str, list[TokenFile]]:
-    """The shards of every split of a directory that `maxmars data prepare` wrote."""
-    itemsize = np.dtype(metadata.dtype).itemsize
-    return {
-        name: [
-            TokenFile(
-                path=directory / s.file,
-                num_bytes=s.num_tokens * itemsize,
-                sha256=s.sha256,
-                split=name,
-            )
-            for s in split.shards
-        ]
-        for name, split in metadata.splits.items()
-    }

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, Integer, UInt16
@@ -36,6 +36,7 @@ from maxmars.distributed.files import (
     read_text,
     reporting,
     require_file,
+    resolve,
     write_bytes,
     write_json,
 )
@@ -478,38 +479,59 @@ def save(tokenizer: Tokenizer, directory: Workdir, *, max_seq_len: int | None = 
     _write(directory, tokenizer.name, files, max_seq_len)
 
 
-@runtime_checkable
-class Tokenized(Protocol):
-    """What tokens say of their tokenizer."""
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """What the ids of tokens mean."""
 
     tokenizer: str
-    """Its name."""
-    tokenizer_digest: str | None
-    """SHA-256 over its vocabulary; None where no files of it are known."""
+    """Name of the tokenizer."""
+    size: int
+    """Every token lies in [0, size)."""
+    digest: str | None = None
+    """SHA-256 over the tokenizer's vocabulary; None where no files of it are known."""
+    place: Workdir | None = None
+    """The directory of these files, or their `tokenizer.json`, if they are known."""
 
-    @property
-    def tokenizer_place(self) -> Workdir:
-        """The directory of its files, or its `tokenizer.json`, if they are known."""
-        ...
+    @classmethod
+    def named(cls, name: str, size: int | None = None) -> Vocabulary:
+        """What the ids of a tokenizer mean.
+
+        Args:
+          name: `byte`, `gpt2`, the path of a `tokenizer.json` or of its directory, or `unknown`.
+          size: number of ids; None is the tokenizer's, which nobody knows of an unknown one.
+
+        Raises:
+          ValueError, ImportError, OSError: see `load`.
+        """
+        sizes = {t.name: t.vocab_size for t in (ByteTokenizer, GPT2Tokenizer)}
+        if name in sizes or (name == "unknown" and size is not None):
+            return cls(tokenizer=name, size=size or sizes[name])
+        own = load(name)
+        return cls(
+            tokenizer=own.name,
+            size=size or own.vocab_size,
+            digest=own.digest,
+            place=resolve(name),
+        )
 
 
-def tokenizer_of_tokens(tokens: Tokenized) -> Tokenizer:
+def tokenizer_of_tokens(vocabulary: Vocabulary) -> Tokenizer:
     """The tokenizer of tokens: of its files or, if none are known, by its name.
 
     Raises:
       ValueError: it is another one than made them, or they name none.
       ImportError, OSError: see `load`.
     """
-    if tokens.tokenizer_digest is None:  # of another program, or of a source of the user's
-        return load(tokens.tokenizer)
-    files = _read(tokens.tokenizer_place)
-    with about(tokens.tokenizer_place):
-        tokenizer = _open(files, built_in=tokens.tokenizer != JsonTokenizer.name)
-    _check_digest(tokens, tokenizer.digest)
+    if vocabulary.place is None:  # of another program, or of a source of the user's
+        return load(vocabulary.tokenizer)
+    files = _read(vocabulary.place)
+    with about(vocabulary.place):
+        tokenizer = _open(files, built_in=vocabulary.tokenizer != JsonTokenizer.name)
+    _check_digest(vocabulary, tokenizer.digest)
     return tokenizer
 
 
-def difference(model: Tokenizer, tokens: Tokenized) -> str | None:
+def difference(model: Tokenizer, vocabulary: Vocabulary) -> str | None:
     """The first difference between the tokenizer of a model and that of tokens, in words; None
     where the same ids are the same texts, and a sample becomes the same ids.
 
@@ -517,9 +539,9 @@ def difference(model: Tokenizer, tokens: Tokenized) -> str | None:
       ValueError, ImportError, OSError: see `tokenizer_of_tokens`.
     """
     built_in = {t.name: t.digest for t in (ByteTokenizer, GPT2Tokenizer)}
-    if model.digest == built_in.get(tokens.tokenizer, tokens.tokenizer_digest):
+    if model.digest == built_in.get(vocabulary.tokenizer, vocabulary.digest):
         return None
-    theirs = tokenizer_of_tokens(tokens)
+    theirs = tokenizer_of_tokens(vocabulary)
     for number in range(min(model.num_text_ids, theirs.num_text_ids)):
         old, new = (one.decode(np.array([number])) for one in (model, theirs))
         if old != new:
@@ -531,37 +553,37 @@ def difference(model: Tokenizer, tokens: Tokenized) -> str | None:
     return f"{_SAMPLE!r} is to the model {old[: first + 1]}..., and there {new[: first + 1]}..."
 
 
-def end_of_text(tokens: Tokenized) -> int:
+def end_of_text(vocabulary: Vocabulary) -> int:
     """The id of the token that ends a document.
 
     Raises:
       ValueError, ImportError, OSError: see `tokenizer_of_tokens`, which bytes and GPT-2's tokens do
         not need.
     """
-    known = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}.get(tokens.tokenizer)
-    return tokenizer_of_tokens(tokens).eot if known is None else known
+    known = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}.get(vocabulary.tokenizer)
+    return tokenizer_of_tokens(vocabulary).eot if known is None else known
 
 
-def copy_tokenizer(tokens: Tokenized, directory: Workdir) -> None:
+def copy_tokenizer(vocabulary: Vocabulary, directory: Workdir) -> None:
     """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
-    if tokens.tokenizer_digest is not None:
-        files = _read(tokens.tokenizer_place)
+    if vocabulary.place is not None:
+        files = _read(vocabulary.place)
         files = replace(files, end=files.end or END_OF_TEXT)
-        if tokens.tokenizer == JsonTokenizer.name:
-            _check_digest(tokens, _digest([files.content or b"", str(files.end).encode()]))
-    elif tokens.tokenizer == ByteTokenizer.name:
+        if vocabulary.tokenizer == JsonTokenizer.name:
+            _check_digest(vocabulary, _digest([files.content or b"", str(files.end).encode()]))
+    elif vocabulary.tokenizer == ByteTokenizer.name:
         files = TokenizerFiles(content=ByteTokenizer().to_json(), end=END_OF_TEXT)
-    elif tokens.tokenizer == GPT2Tokenizer.name:
+    elif vocabulary.tokenizer == GPT2Tokenizer.name:
         files = TokenizerFiles(end=END_OF_TEXT)
     else:
         return
-    _write(directory, tokens.tokenizer, files)
+    _write(directory, vocabulary.tokenizer, files)
 
 
-def _check_digest(tokens: Tokenized, digest: str) -> None:
-    if digest != tokens.tokenizer_digest:
+def _check_digest(vocabulary: Vocabulary, digest: str) -> None:
+    if digest != vocabulary.digest:
         raise ValueError(
-            f"the tokenizer in {tokens.tokenizer_place} is not the one that made the tokens; copy "
+            f"the tokenizer in {vocabulary.place} is not the one that made the tokens; copy "
             "that one there."
         )
 

@@ -5,7 +5,7 @@ disk is hashed once a working directory, in a thread while the run trains, and a
 or a time has changed; that of its last change of status nobody can set. Processes that see the same
 files divide them; those with copies on disks of their own hash their copies. An evaluation hashes
 the files of the split that it reads, and so does `audit --replay`. (Of files in a bucket, the
-bucket's own checksums are compared before the first step: see `formats.examine`.)
+bucket's own checksums are compared before the first step: see `formats.check_files`.)
 """
 
 from __future__ import annotations

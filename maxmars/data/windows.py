@@ -7,20 +7,22 @@
     targets           o g s . T h e   c                 window[1:], so the last token is also the
                                                         first of window i + 1
 
-`TokenWindows` are those of any `TokenStream`, `SegmentedWindows` (`data.packing=split`) keep
-attention within the documents that share a window, and `own_data` has the windows of a user's
-function. An order of training (`sampling`) is one of numbers alone.
+`TokenWindows` are those of a `TokenStream`; `own_data` has the windows of a user's function. An
+order of training (`sampling`) is one of numbers alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32, Int64
 
-from maxmars.data.token_files import Origin, TokenFile, TokenStream, digest_of
+from maxmars.config import Packing
+from maxmars.data.token_files import TokenFile, TokenStream
+from maxmars.data.tokenizer import Vocabulary, end_of_text
+from maxmars.distributed.files import Workdir
 
 Batch = dict[str, np.ndarray]
 """Arrays of one shape, by name: `tokens`, and any of `mask`, `segment_ids` and `positions`."""
@@ -36,130 +38,97 @@ TYPES: Types = {
 }
 """The arrays that a batch may have. A `mask` of own data that are weights is float32."""
 
-_TOKENS_ALONE: Types = {"tokens": TYPES["tokens"]}
-_SEGMENTED: Types = {name: TYPES[name] for name in ("tokens", "segment_ids", "positions")}
-
-
-@runtime_checkable
-class Windows(Protocol):
-    """The windows of one split, numbered from 0: `length` inputs and one more token each."""
-
-    length: int
-    """Tokens of a window that are predicted."""
-
-    def __len__(self) -> int:
-        """Number of windows."""
-        ...
-
-    @property
-    def types(self) -> Types:
-        """Names and types of the arrays of every window."""
-        ...
-
-    @property
-    def origin(self) -> Origin:
-        """Whose windows they are, and what their tokens mean."""
-        ...
-
-    @property
-    def files(self) -> Sequence[TokenFile]:
-        """The files that they are read from, of every split."""
-        ...
-
-    def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
-        """The arrays [windows, length + 1] of the windows with these numbers, all read at once.
-
-        Raises:
-          ValueError: tokens lie outside the vocabulary, a file is damaged, or what the user's
-            function gives is not as it should be.
-          OSError: a bucket does not answer.
-        """
-        ...
-
-    def digest(self) -> str:
-        """SHA-256, in hex, that tells these data from others, whatever their path."""
-        ...
-
-    def describe(self) -> dict[str, Any]:
-        """What the data are, JSON-ready: `num_tokens`; of what `maxmars data prepare` wrote also
-        `num_documents` and `source`, which are None for others."""
-        ...
+PACKED: dict[Packing, Types] = {
+    "none": {"tokens": np.int32},
+    "split": {"tokens": np.int32, "segment_ids": np.int32, "positions": np.int32},
+}
+"""The arrays of `TokenWindows`, by their packing."""
 
 
 class TokenWindows:
-    """The windows of a stream of tokens; see `Windows`.
+    """The windows of a stream of tokens, numbered from 0: `length` inputs and one more token each.
+
+    With `packing="split"` a segment begins at each token that ends a document. A generated text
+    begins with that token as well, so it is the first of the next segment: it is predicted from the
+    document that it ends, and the first token of a document from it alone.
 
     Args:
       stream: the tokens.
       length: tokens of a window that are predicted.
-      at_every_token: a window begins at every token. By default it begins where the one before ends
-        (they share that token), so each token but the first is predicted once.
+      packing: whether attention stays within the documents that share a window (`split`).
+      stride: tokens from the beginning of a window to that of the next. By default it is `length`:
+        a window begins where the one before ends (they share that token), so each token but the
+        first is predicted once.
 
     Raises:
-      ValueError: the stream is too short for one window.
+      ValueError: the stream is too short for one window, or nothing says which token ends a
+        document.
     """
 
-    types: Types = _TOKENS_ALONE
-
-    def __init__(self, stream: TokenStream, length: int, *, at_every_token: bool = False) -> None:
-        self.length, self._stream = length, stream
-        self._stride = 1 if at_every_token else length
+    def __init__(
+        self,
+        stream: TokenStream,
+        length: int,
+        *,
+        packing: Packing = "none",
+        stride: int | None = None,
+    ) -> None:
+        self.length, self.types = length, PACKED[packing]
+        self._stream, self._stride = stream, stride or length
+        self._end_of_text = end_of_text(stream.vocabulary) if packing == "split" else None
         if len(self) < 1:
             raise ValueError(
-                f"split {stream.split!r} of {stream.directory} has {stream.num_tokens} tokens, too "
-                f"few for one window of {length} + 1; prepare more text or lower "
-                "model.max_seq_len."
+                f"split {self.split!r} of {self.path} has {stream.num_tokens} tokens, too few for "
+                f"one window of {length} + 1; prepare more text or lower model.max_seq_len."
             )
 
     def __len__(self) -> int:
         return (self._stream.num_tokens - 1 - self.length) // self._stride + 1
 
     @property
-    def origin(self) -> Origin:
-        return self._stream
+    def path(self) -> Workdir:
+        """Where the tokens are."""
+        return self._stream.directory.path
+
+    @property
+    def split(self) -> str:
+        """The name of the split there."""
+        return self._stream.split
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What the ids of the tokens mean."""
+        return self._stream.vocabulary
 
     @property
     def files(self) -> Sequence[TokenFile]:
-        return self._stream.files
+        """The files that they are read from, of every split."""
+        return self._stream.directory.files
 
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
-        return {"tokens": self._stream.read_windows(numbers * self._stride, self.length + 1)}
+        """The arrays [windows, length + 1] of the windows with these numbers, all read at once.
+
+        Raises:
+          See `TokenStream.read_pieces`.
+        """
+        tokens = self._stream.read_windows(numbers * self._stride, self.length + 1)
+        if self._end_of_text is None:
+            return {"tokens": tokens}
+        return {"tokens": tokens, **segments_and_positions(tokens == self._end_of_text)}
 
     def digest(self) -> str:
-        return digest_of(self._stream)
+        """SHA-256, in hex, that tells these data from others, whatever their path."""
+        return self._stream.directory.digest()
 
     def describe(self) -> dict[str, Any]:
-        metadata = self._stream.metadata
-        split = None if metadata is None else metadata.splits[self._stream.split]
+        """What the data are, JSON-ready: `num_tokens`; of what `maxmars data prepare` wrote also
+        `num_documents` and `source`, which are None for others."""
+        metadata = self._stream.directory.metadata
         return {
             "num_tokens": self._stream.num_tokens,
-            "num_documents": None if split is None else split.num_documents,
-            "source": None if metadata is None else metadata.source,
+            "num_documents": metadata and metadata.splits[self.split].num_documents,
+            "source": metadata and metadata.source,
         }
-
-
-class SegmentedWindows(TokenWindows):
-    """The windows of a stream, in which a segment begins at each token that ends a document.
-
-    A generated text begins with that token as well, so it is the first of the next segment: it is
-    predicted from the document that it ends, and the first token of a document from it alone.
-
-    Args:
-      stream, length, at_every_token: see `TokenWindows`.
-      end_of_text: the token that ends a document.
-    """
-
-    types: Types = _SEGMENTED
-
-    def __init__(
-        self, stream: TokenStream, length: int, end_of_text: int, *, at_every_token: bool = False
-    ) -> None:
-        super().__init__(stream, length, at_every_token=at_every_token)
-        self._end_of_text = end_of_text
-
-    def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
-        batch = super().read(numbers)
-        return batch | segments_and_positions(batch["tokens"] == self._end_of_text)
 
 
 def segments_and_positions(

@@ -34,7 +34,7 @@ from jaxtyping import Bool, Float64, Int
 from maxmars.config import ModelConfig, TrainConfig
 from maxmars.config.checks import CheckedConfig, NotNegative, Rule, read_as, require
 from maxmars.config.errors import about, needs_extra
-from maxmars.data.batches import SplitTokens
+from maxmars.data.batches import DataSplit
 from maxmars.data.rows import COMPRESSIONS, decompressed, reading
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
 from maxmars.distributed.files import cache_directory, parse_json, replacing, sha256_of, write_text
@@ -441,11 +441,12 @@ class HellaSwagInLoop:
         do not fit the model; see `load_questions` and `HellaSwag`.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, tokens: SplitTokens) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, tokens: DataSplit) -> None:
         questions = load_questions(
             config.eval.hellaswag_path, num_questions=config.eval.hellaswag_questions
         )
-        self._score = HellaSwag(config.model, mesh, tokenizer_of_tokens(tokens.origin), questions)
+        tokenizer = tokenizer_of_tokens(tokens.vocabulary)
+        self._score = HellaSwag(config.model, mesh, tokenizer, questions)
         self._num_left_out = len(questions) - len(self._score.questions)
 
     def __call__(

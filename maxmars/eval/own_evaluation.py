@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from maxmars.config import TrainConfig
 from maxmars.config.errors import EXTERNAL_ERRORS, about, place_in_own_file
 from maxmars.config.user_code import Source, load_function
-from maxmars.data.batches import SplitTokens
+from maxmars.data.batches import DataSplit
 from maxmars.data.tokenizer import tokenizer_of_tokens
 from maxmars.eval.trained_model import TrainedModel
 
@@ -89,11 +89,11 @@ class OwnInLoop:
     """
 
     def __init__(
-        self, source: Source | str, config: TrainConfig, mesh: Mesh, tokens: SplitTokens
+        self, source: Source | str, config: TrainConfig, mesh: Mesh, tokens: DataSplit
     ) -> None:
         self._evaluation = OwnEvaluation(source)
         self._config, self._mesh = config, mesh
-        self._tokenizer = tokenizer_of_tokens(tokens.origin)
+        self._tokenizer = tokenizer_of_tokens(tokens.vocabulary)
         self.name = self._evaluation.name
         self.time_metric = f"perf/{self.name}/time"
         """Seconds that it took; recorded whatever it returns."""

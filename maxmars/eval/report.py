@@ -19,8 +19,7 @@ from maxmars.checkpoint.environment import environment
 from maxmars.config import DataConfig, EvalConfig
 from maxmars.config.checks import require
 from maxmars.config.user_code import Source
-from maxmars.data.batches import ValidationBatches, open_data
-from maxmars.data.token_files import Origin
+from maxmars.data.batches import DataSplit, ValidationBatches, open_data
 from maxmars.data.tokenizer import difference
 from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
@@ -293,9 +292,9 @@ def _open_windows(
     num_windows: int | None,
     mesh: Mesh,
     batch_size: int | None,
-) -> tuple[ValidationBatches, Origin] | None:
-    """The windows that the loss is measured on, and where they are from; None where nothing says
-    which."""
+) -> tuple[ValidationBatches, DataSplit] | None:
+    """The windows that the loss is measured on, and the data that they are of; None where nothing
+    says which."""
     first = targets[0]
     if isinstance(first, RunTarget):
         run = read(first.checkpoints, first.step).config
@@ -312,26 +311,26 @@ def _open_windows(
             "loss out (--tasks hellaswag)."
         ) from error
     verify_split(tokens.files, "val")
-    origin, length = tokens.origin, configs[0].max_seq_len
+    length = configs[0].max_seq_len
     batches = ValidationBatches(
         tokens,
         mesh,
         num_windows=num_windows or EvalConfig.num_windows,
         batch_size=batch_size or max(1, _LOSS_TOKENS // length) * sharding.batch_shards(mesh),
     )
-    return batches, origin
+    return batches, tokens
 
 
 def _loss(
     model: TrainedModel,
     windows: ValidationBatches,
-    origin: Origin,
+    tokens: DataSplit,
     progress: Callable[[int, int], None],
 ) -> ValidationLoss:
-    if what := difference(model.tokenizer, origin):
+    if what := difference(model.tokenizer, tokens.vocabulary):
         raise ValueError(
-            f"the tokens in {origin.directory} are of another tokenizer than {model.name}: {what}; "
-            f"name its own by --data.path, or leave the loss out (--tasks hellaswag)."
+            f"the tokens in {tokens.parts[0].path} are of another tokenizer than {model.name}: "
+            f"{what}; name its own by --data.path, or leave the loss out (--tasks hellaswag)."
         )
 
     def batches() -> Iterator[dict[str, jax.Array]]:

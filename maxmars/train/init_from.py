@@ -29,7 +29,7 @@ from maxmars.checkpoint import Checkpoint, candidates, load_arrays, load_params,
 from maxmars.checkpoint.digest import combine, digest, leaf_types
 from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
 from maxmars.data.batches import UNKNOWN_TOKENIZER
-from maxmars.data.tokenizer import JsonTokenizer, Tokenized, difference
+from maxmars.data.tokenizer import JsonTokenizer, Vocabulary, difference
 from maxmars.distributed import processes
 from maxmars.distributed.files import Workdir, resolve
 from maxmars.distributed.workdir import TOKENIZER
@@ -75,14 +75,14 @@ class Initial:
     `hf:OWNER/NAME@COMMIT`), `optimizer_state`, and `params_digest`."""
 
 
-def load_initial(step: TrainStep, source: InitFrom, tokens: Tokenized) -> Initial:
+def load_initial(step: TrainStep, source: InitFrom, vocabulary: Vocabulary) -> Initial:
     """Read the weights, compare them with their digests, and make a state around them; every
     process calls.
 
     Args:
       step: of the new run, on its mesh; the source may have been trained on another one.
       source: what to read.
-      tokens: what the run trains on.
+      vocabulary: of the tokens that the run trains on.
 
     Raises:
       FileNotFoundError: there are no weights at the path.
@@ -96,7 +96,7 @@ def load_initial(step: TrainStep, source: InitFrom, tokens: Tokenized) -> Initia
     elif source.optimizer_state:
         raise _no_optimizer_state(path)
     target = find_target(hub.fetch(path).origin if is_on_hub else path)
-    _check_tokenizer(path, target, tokens)
+    _check_tokenizer(path, target, vocabulary)
     if isinstance(target, RunTarget):
         parts, weights = _read_run(target, config, abstract, optimizer_state=source.optimizer_state)
     else:
@@ -145,16 +145,16 @@ def _no_optimizer_state(path: Any) -> ValueError:
     )
 
 
-def _check_tokenizer(path: str, target: RunTarget | HFTarget, tokens: Tokenized) -> None:
+def _check_tokenizer(path: str, target: RunTarget | HFTarget, vocabulary: Vocabulary) -> None:
     """Refuse weights for tokens of another tokenizer; where one of the two has none, say so."""
-    if tokens.tokenizer == UNKNOWN_TOKENIZER:
+    if vocabulary.tokenizer == UNKNOWN_TOKENIZER:
         return
     is_run = isinstance(target, RunTarget)
     try:
         # Of a run only the record is read: its code may be gone, and does not run here.
         config = read(target.checkpoints, target.step).config.model if is_run else target.config()
         theirs = target.tokenizer(config)
-        what = difference(theirs, tokens)
+        what = difference(theirs, vocabulary)
     except (ImportError, OSError) as error:
         if processes.is_primary():
             _LOGGER.warning("the tokenizer of %s is not compared with the tokens: %s", path, error)

@@ -35,7 +35,7 @@ from maxmars.config.chips import chip_name
 from maxmars.config.train import with_own_defaults
 from maxmars.config.user_code import sources_in
 from maxmars.data.batches import (
-    SplitTokens,
+    DataSplit,
     TrainBatches,
     ValidationBatches,
     open_data,
@@ -285,7 +285,7 @@ def _check(
     initial = None
     if saved is None and init_from is not None:
         with clock("start", "reading the weights to start from"):
-            initial = load_initial(training.step, init_from, data.origin)
+            initial = load_initial(training.step, init_from, data.vocabulary)
     return _Checked(
         training=training,
         environment=here,
@@ -359,7 +359,7 @@ def _lock(
             f"another start has saved in {workdir} meanwhile; the same command now continues it."
         )
     if processes.is_primary():
-        copy_tokenizer(training.data.origin, workdir / TOKENIZER)
+        copy_tokenizer(training.data.vocabulary, workdir / TOKENIZER)
         write_json(workdir / CONFIG, to_dict(config))
         write_json(workdir / ENVIRONMENT, checked.environment)
         write_json(workdir / DATA, data)
@@ -424,7 +424,7 @@ def _restore(
 def make_evaluations(
     config: TrainConfig,
     mesh: Mesh,
-    tokens: SplitTokens,
+    tokens: DataSplit,
     log: Callable[[str], None],
 ) -> Iterator[Evaluation]:
     """The evaluations that the config asks for: validation loss, HellaSwag, the user's own.

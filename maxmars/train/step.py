@@ -381,7 +381,7 @@ def make_train_step(
     Args:
       config: what to train.
       parameters: of its model, on a mesh.
-      types: of a batch's arrays, for `abstract_batch`; see `SplitTokens.types`. By default
+      types: of a batch's arrays, for `abstract_batch`; see `DataSplit.types`. By default
         `batch_types` of the config.
 
     Raises:

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, Loaded
 from maxmars.config import TrainConfig
-from maxmars.data.batches import SplitTokens, TrainBatches, open_data
+from maxmars.data.batches import DataSplit, TrainBatches, open_data
 from maxmars.distributed import processes
 from maxmars.train.resolve import Resolved
 from maxmars.train.step import (
@@ -38,7 +38,7 @@ class Restored(NamedTuple):
 class Training:
     """All that trains but a state and its place in the data."""
 
-    data: SplitTokens
+    data: DataSplit
     step: TrainStep
 
     @property
@@ -95,7 +95,7 @@ class Training:
         return TrainBatches(self.data, self.config, self.mesh, position=position, **ahead)
 
 
-def open_training(resolved: Resolved, data: SplitTokens | None = None) -> Training:
+def open_training(resolved: Resolved, data: DataSplit | None = None) -> Training:
     """Open the data of a config and make its train step.
 
     Args:

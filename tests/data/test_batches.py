@@ -21,10 +21,10 @@ from maxmars.config import (
     PythonSourcesConfig,
     TokenShardsConfig,
 )
-from maxmars.data.batches import SplitTokens, TrainBatches, open_data
+from maxmars.data.batches import DataSplit, TrainBatches, open_data
+from maxmars.data.formats import open_directory
 from maxmars.data.prepare import prepare
 from maxmars.data.sampling import Interleaving, validation_numbers
-from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.data.windows import TokenWindows
 from maxmars.distributed.sharding import batch_sharding, make_mesh
@@ -49,12 +49,12 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def train(directory):
-    return TokenShards(directory, "train")
+    return open_directory(directory).stream("train")
 
 
 @pytest.fixture(scope="module")
 def val(directory):
-    return TokenShards(directory, "val")
+    return open_directory(directory).stream("val")
 
 
 def config_of(directory, *, order="shuffled", **changes):
@@ -68,7 +68,7 @@ def mesh_of(data=1, fsdp=1, tensor=1):
 
 
 def split_of(stream, order="shuffled"):
-    return SplitTokens(parts=(TokenWindows(stream, LENGTH),), order=order)
+    return DataSplit(parts=(TokenWindows(stream, LENGTH),), order=order)
 
 
 def windows_of(shards):
@@ -92,8 +92,8 @@ def stream(shards, config, steps=12, mesh=None, **options):
 def test_the_python_sources_are_prepared(monkeypatch, tmp_path):
     monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path))
     tokens = open_data(PythonSourcesConfig(), "val", model=tiny_config().model)
-    assert tokens.origin.directory.parent == tmp_path
-    assert (tokens.origin.tokenizer, tokens.weights) == ("byte", (1.0,))
+    assert tokens.parts[0].path.parent == tmp_path
+    assert (tokens.vocabulary.tokenizer, tokens.weights) == ("byte", (1.0,))
 
 
 def mixture_of(*directories, **fields):
@@ -121,7 +121,7 @@ def test_a_mixture_needs_one_tokenizer(directory, tmp_path):
             open_data(config, "train", model=model)
     write_shards(tmp_path / "known", tokens, tokenizer="gpt2", vocab_size=50257)
     config = mixture_of(tmp_path / "gpt2", tmp_path / "known")  # where no digest is known, the name
-    assert open_data(config, "train", model=model).origin.tokenizer == "gpt2"
+    assert open_data(config, "train", model=model).vocabulary.tokenizer == "gpt2"
 
 
 def test_a_mixture_through_the_mesh(directory, tmp_path):
@@ -153,13 +153,13 @@ def damaged(directory):
     tokens = np.arange(100 * LENGTH + 1) % 257
     tokens[40 * LENGTH + 3] = 999
     write_shards(directory, tokens, vocab_size=257)
-    return TokenShards(directory, "train")
+    return open_directory(directory).stream("train")
 
 
 @pytest.mark.parametrize("prefetch_steps", [0, 5])
 def test_an_error_of_reading_comes_where_its_batch_is_taken(tmp_path, prefetch_steps):
     shards = damaged(tmp_path / "tokens")
-    config = config_of(shards.directory, order="sequential")
+    config = config_of(shards.directory.path, order="sequential")
     tokens = split_of(shards, "sequential")
     batches = TrainBatches(tokens, config, mesh_of(), prefetch_steps=prefetch_steps)
     for _ in range(2):
@@ -173,7 +173,9 @@ def test_an_error_of_reading_comes_where_its_batch_is_taken(tmp_path, prefetch_s
 def test_batches_are_read_before_they_are_asked_for(train):
     """With three batches ahead, the thread reads until all are there, and no more."""
     threads = threading.active_count()
-    batches = TrainBatches(split_of(train), config_of(train.directory), mesh_of(), prefetch_steps=3)
+    batches = TrainBatches(
+        split_of(train), config_of(train.directory.path), mesh_of(), prefetch_steps=3
+    )
     assert threading.active_count() == threads + 1
     assert batches.position == 0
     for _ in range(5):
@@ -216,7 +218,10 @@ def test_closed_batches_leave_no_message_at_the_end_of_the_process(directory):
     [(1, 0, (1, 1, 1)), (2, 4, (8, 1, 1)), (2, 1, (2, 2, 2)), (4, 4, (1, 1, 4))],
 )
 def test_stream_is_the_same_on_every_mesh(train, num_microbatches, prefetch_steps, sizes):
-    config, mesh = config_of(train.directory, num_microbatches=num_microbatches), mesh_of(*sizes)
+    config, mesh = (
+        config_of(train.directory.path, num_microbatches=num_microbatches),
+        mesh_of(*sizes),
+    )
     batches = TrainBatches(split_of(train), config, mesh, prefetch_steps=prefetch_steps)
     batch = next(batches)
     assert list(batch) == ["tokens"]
@@ -231,7 +236,7 @@ def test_stream_is_the_same_on_every_mesh(train, num_microbatches, prefetch_step
 @pytest.mark.parametrize("step", [0, 5])
 def test_resume_with_another_batch(train, step):
     """Another size of it, microbatching and mesh."""
-    config = config_of(train.directory)
+    config = config_of(train.directory.path)
     whole = stream(train, config).reshape(-1, LENGTH + 1)
     batches = TrainBatches(split_of(train), config, mesh_of())
     for _ in range(step):
@@ -247,7 +252,7 @@ def test_resume_with_another_batch(train, step):
 def test_one_window_is_enough_for_a_batch_of_one(tmp_path):
     options = {"tokenizer": ByteTokenizer(), "source": "short", "validation_fraction": 0.0}
     prepare([("a", "0123456789abcdef")], tmp_path / "out", **options)
-    shards = TokenShards(tmp_path / "out", "train")
+    shards = open_directory(tmp_path / "out").stream("train")
     config = config_of(tmp_path, global_batch_size=1, num_microbatches=1)
     assert np.array_equal(stream(shards, config, 3), np.tile(windows_of(shards), (3, 1, 1)))
 
@@ -272,7 +277,7 @@ def scored(batches):
 def test_validation_is_the_same_on_every_mesh(val, sizes, batch_size, num_windows):
     """In order, and all that is there where that is less than is asked for."""
     evaluation = EvalConfig(num_windows=num_windows, batch_size=batch_size)
-    config = config_of(val.directory, eval=evaluation, seed=5)
+    config = config_of(val.directory.path, eval=evaluation, seed=5)
     batches = validation_batches(split_of(val), config, mesh_of(*sizes))
     expected = windows_of(val)[:num_windows]
     for _ in range(2):  # it can be iterated again

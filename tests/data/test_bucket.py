@@ -14,7 +14,7 @@ import fake_gcs
 import numpy as np
 import pytest
 
-from maxmars.data.formats import open_split
+from maxmars.data.formats import open_directory
 from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import ByteTokenizer
 
@@ -56,12 +56,12 @@ READ = """
 import hashlib, json, sys
 import numpy as np
 from maxmars.data.bucket import read_ranges
-from maxmars.data.formats import open_split
+from maxmars.data.formats import open_directory
 from maxmars.distributed.files import resolve
 
 for place in sys.argv[3:]:
     try:
-        stream = open_split(place, "train")
+        stream = open_directory(place).stream("train")
         starts = np.random.default_rng(0).permutation(stream.num_tokens - int(sys.argv[1]))
         windows = stream.read_windows(starts[:int(sys.argv[2])], int(sys.argv[1]))
         print(json.dumps(hashlib.sha256(windows.tobytes()).hexdigest()))
@@ -77,7 +77,7 @@ except OSError as error:
 @pytest.mark.seconds
 def test_ranges_are_read_and_objects_are_compared_with_what_was_prepared(directory):
     """Also from a store that fails now and then."""
-    stream = open_split(directory, "train")
+    stream = open_directory(directory).stream("train")
     starts = np.random.default_rng(0).permutation(stream.num_tokens - LENGTH)[:WINDOWS]
     expected = hashlib.sha256(stream.read_windows(starts, LENGTH).tobytes()).hexdigest()
     flipped = bytearray((directory / "train_00000_1.bin").read_bytes())

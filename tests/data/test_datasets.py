@@ -11,7 +11,7 @@ from test_own_data import COUNTING, batches_of
 from tiny import MODEL
 from token_directories import write_llm_c, write_nanogpt
 
-from maxmars.config import GrainConfig, TokenDirectory, TokenShardsConfig
+from maxmars.config import GrainConfig, TokenFilesConfig, TokenShardsConfig
 from maxmars.data import dataset, documents
 from maxmars.data.batches import open_data
 from maxmars.data.prepare import prepare
@@ -80,7 +80,7 @@ def test_documents_of_other_programs_are_found_by_the_token_that_ends_them(tmp_p
         opened = documents(tmp_path / path, split)
         assert opened.lengths.tolist() == sizes
         assert np.array_equal(np.concatenate(list(opened)), stream[: sum(sizes)])
-    named = TokenDirectory(path=str(tmp_path / "nanogpt"), vocab_size=50257)
+    named = TokenFilesConfig(path=str(tmp_path / "nanogpt"), vocab_size=50257)
     with refused(ValueError, "--data.tokenizer"):
         documents(named, "train")
 
@@ -131,7 +131,7 @@ def test_a_run_knows_the_tokens_below_a_map(directory, tmp_path):
     opened = open_data(config, "train", model=MODEL)
     plain = open_data(TokenShardsConfig(path=str(directory)), "train", model=MODEL)
     assert opened.files == plain.files  # which a run compares with their checksums
-    assert opened.origin.tokenizer_digest == ByteTokenizer.digest
+    assert opened.vocabulary.digest == ByteTokenizer.digest
     # Other tokens under the same function are other data.
     other = tmp_path / "other"
     texts = [(name, text.replace("b", "c")) for name, text in TEXTS]
@@ -145,8 +145,8 @@ def test_own_data_name_a_directory_that_has_their_tokenizer(directory, tmp_path)
     source = f"{tmp_path / 'own.py'}:windows"
     for named in (directory, directory / "tokenizer.json"):
         data = GrainConfig(source=source, tokenizer=str(named))
-        origin = open_data(data, "train", model=MODEL).origin
-        copy_tokenizer(origin, tmp_path / "copy")
+        vocabulary = open_data(data, "train", model=MODEL).vocabulary
+        copy_tokenizer(vocabulary, tmp_path / "copy")
         assert load(tmp_path / "copy").encode("ab").tolist() == [97, 98]
     with refused(FileNotFoundError, tmp_path / "none"):
         data = GrainConfig(source=source, tokenizer=str(tmp_path / "none"))
@@ -158,7 +158,7 @@ def test_best_fit_predicts_every_token_once(directory):
     data = GrainConfig(source=f"{BEST_FIT}:windows", options=options, order="sequential")
     for split in ("train", "val"):
         opened = open_data(data, split, model=MODEL)
-        assert opened.origin.tokenizer == "byte"
+        assert opened.vocabulary.tokenizer == "byte"
         batch = opened.read(np.arange(*opened.sizes))
         tokens, mask, ids = (batch[name] for name in ("tokens", "mask", "segment_ids"))
         stream = stream_of(directory, split)

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxmars.data.corpus import TextFiles
+from maxmars.data.formats import open_directory
 from maxmars.data.prepare import prepare
-from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer
 
 settings = hypothesis.settings(max_examples=8, deadline=None, database=None, derandomize=True)
@@ -40,7 +40,7 @@ def documents(name, text, fraction, tasks=1):
         )
         of_splits = {}
         for split in metadata.splits:
-            stream = TokenShards(out, split)
+            stream = open_directory(out).stream(split)
             tokens = stream.read(0, stream.num_tokens)
             ends = np.flatnonzero(tokens == ByteTokenizer.eot)
             assert ends[-1] == len(tokens) - 1

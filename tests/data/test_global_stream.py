@@ -11,9 +11,9 @@ import pytest
 from token_directories import write_shards
 
 from maxmars.config import MeshConfig
-from maxmars.data.batches import SplitTokens
+from maxmars.data.batches import DataSplit
+from maxmars.data.formats import open_directory
 from maxmars.data.sampling import process_batches, training_numbers
-from maxmars.data.token_files import TokenShards
 from maxmars.data.windows import TokenWindows
 from maxmars.distributed.sharding import local_rows, make_mesh
 
@@ -43,10 +43,11 @@ def directory(tmp_path_factory) -> Path:
 def examples_of(directory, kind, order):
     """The numbers of the windows and what reads them, opened anew, as each process does."""
     names, weights = ("0", (1.0,)) if kind == "one" else ("01", (0.7, 0.3))
-    streams = [TokenShards(directory / name, "train") for name in names]
+    streams = [open_directory(directory / name).stream("train") for name in names]
     random = order == "random_windows"
-    windows = [TokenWindows(stream, LENGTH, at_every_token=random) for stream in streams]
-    tokens = SplitTokens(parts=tuple(windows), weights=weights)
+    stride = 1 if random else None
+    windows = [TokenWindows(stream, LENGTH, stride=stride) for stream in streams]
+    tokens = DataSplit(parts=tuple(windows), weights=weights)
     return training_numbers(tokens.sizes, weights, seed=SEED, order=order), tokens.read
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from pathlib import Path
 from maxmars.cli import main
 from maxmars.data.corpus import FileRange, TextFiles
-from maxmars.data.formats import open_split
+from maxmars.data.formats import open_directory
 from maxmars.data.windows import TokenWindows
 
 os.chdir(sys.argv[1])
@@ -23,7 +23,7 @@ def prepare(name):
     main(["data", "prepare", f"{name}.txt", name, "--workers", "0"])
 
 def read(name, count):
-    windows = TokenWindows(open_split(name, "train"), 1024)
+    windows = TokenWindows(open_directory(name).stream("train"), 1024)
     for seed in range(count):
         windows.read(np.random.default_rng(seed).integers(0, len(windows), 8))
 '''

@@ -16,10 +16,10 @@ import tokenizers
 from refusals import refused
 
 from maxmars.data.corpus import FileRange, PythonSources, TextFiles, Texts
+from maxmars.data.formats import open_directory
 from maxmars.data.metadata import read_metadata
 from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
 from maxmars.data.tasks import Recipe
-from maxmars.data.token_files import TokenShards
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 
 EOT = ByteTokenizer.eot
@@ -35,8 +35,8 @@ def run(docs, out, **options):
 
 
 def read(out, split):
-    shards = TokenShards(out, split)
-    for shard in shards.metadata.splits[split].shards:
+    shards = open_directory(out).stream(split)
+    for shard in shards.directory.metadata.splits[split].shards:
         assert hashlib.sha256((out / shard.file).read_bytes()).hexdigest() == shard.sha256
     return shards.read(0, shards.num_tokens)
 
@@ -157,7 +157,7 @@ def test_empty_documents_and_an_empty_split_are_left_out(tmp_path):
     run(documents(3), tmp_path / "all", validation_fraction=0.0)
     assert pieces(read(tmp_path / "all", "train")) == [text for _, text in documents(3)]
     with refused(ValueError, tmp_path / "all", "'val'", "train"):
-        TokenShards(tmp_path / "all", "val")
+        open_directory(tmp_path / "all").stream("val")
 
 
 @pytest.mark.parametrize("options", [{"shard_tokens": 22}, {"task_bytes": 50}])

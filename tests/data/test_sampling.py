@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from refusals import refused
 from token_directories import write_shards
 
+from maxmars.data.formats import open_directory
 from maxmars.data.sampling import (
     Interleaving,
     SharesByWeight,
     training_numbers,
     validation_numbers,
 )
-from maxmars.data.token_files import TokenShards
 from maxmars.data.windows import TokenWindows
 
 STREAM = np.arange(1000, 1100)
@@ -24,7 +24,7 @@ STREAM = np.arange(1000, 1100)
 @pytest.fixture
 def stream(tmp_path):
     write_shards(tmp_path / "tokens", STREAM)
-    return TokenShards(tmp_path / "tokens", "train")
+    return open_directory(tmp_path / "tokens").stream("train")
 
 
 def first(dataset, count):
@@ -41,13 +41,13 @@ def test_windows(stream, length):
     assert np.array_equal(tokens, expected)
     targets = tokens[:, 1:].ravel()
     assert len(np.unique(targets)) == len(targets)  # each token is predicted once
-    at_every_token = TokenWindows(stream, length, at_every_token=True)
+    at_every_token = TokenWindows(stream, length, stride=1)
     assert len(at_every_token) == 100 - length
     (last,) = at_every_token.read(np.array([99 - length]))["tokens"]
     assert np.array_equal(last, STREAM[99 - length :])
-    for at_every_token in (True, False):
+    for stride in (1, None):
         with refused(ValueError, "100 tokens", "100 + 1"):
-            TokenWindows(stream, 100, at_every_token=at_every_token)
+            TokenWindows(stream, 100, stride=stride)
 
 
 # The starts of seed 7's first windows of 9 tokens among 100, and of one far away.

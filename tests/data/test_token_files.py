@@ -8,9 +8,9 @@ import pytest
 from refusals import refused
 from token_directories import write_llm_c, write_nanogpt, write_shards
 
-from maxmars.config import TokenDirectory
-from maxmars.data.formats import open_split, vocab_size_of
-from maxmars.data.token_files import TokenStream, digest_of
+from maxmars.config import TokenFilesConfig
+from maxmars.data.formats import open_directory, vocab_size_of
+from maxmars.data.token_files import TokenStream
 from maxmars.data.tokenizer import (
     ByteTokenizer,
     copy_tokenizer,
@@ -60,11 +60,11 @@ def test_every_format_gives_the_same_stream(directories, name):
     directory = directories[name]
     tokenizer = "llama-3" if name == "llama" else "gpt2"
     for split, expected in (("train", STREAM), ("val", VAL)):
-        stream = open_split(directory, split)
+        stream = open_directory(directory).stream(split)
         assert isinstance(stream, TokenStream)
         assert stream.split == split
-        assert (stream.tokenizer, stream.num_tokens) == (tokenizer, len(expected))
-        assert stream.vocab_size == (128256 if tokenizer == "llama-3" else 50257)
+        assert (stream.vocabulary.tokenizer, stream.num_tokens) == (tokenizer, len(expected))
+        assert stream.vocabulary.size == (128256 if tokenizer == "llama-3" else 50257)
         assert str(directory) in repr(stream)
         for length in (0, 1, 65, len(expected)):
             starts = np.append(np.arange(0, len(expected) - length, 29), len(expected) - length)
@@ -76,7 +76,7 @@ def test_every_format_gives_the_same_stream(directories, name):
         for start, length in ((-1, 5), (len(expected) - 3, 4), (len(expected), 1), (0, -1)):
             with refused(ValueError, f"the {len(expected)} tokens"):
                 stream.read(start, length)
-    stream = open_split(directory, "train")  # which travels to another process as its paths
+    stream = open_directory(directory).stream("train")  # it travels to a process as its paths
     assert np.array_equal(pickle.loads(pickle.dumps(stream)).read(0, 1000), STREAM)
     size = len(pickle.dumps(stream))
     stream.read(0, 1000)
@@ -84,13 +84,13 @@ def test_every_format_gives_the_same_stream(directories, name):
 
 
 def test_the_digest_is_of_the_data_and_not_of_the_path(directories, tmp_path):
-    digests = {name: digest_of(open_split(path, "train")) for name, path in directories.items()}
+    digests = {name: open_directory(path).digest() for name, path in directories.items()}
     assert len(set(digests.values())) == len(directories)
     for name in ("shards", "llm.c"):
         shutil.copytree(directories[name], tmp_path / name)
-        assert digest_of(open_split(tmp_path / name, "train")) == digests[name]
+        assert open_directory(tmp_path / name).digest() == digests[name]
         # Of the whole directory: the validation split counts too.
-        assert digest_of(open_split(tmp_path / name, "val")) == digests[name]
+        assert open_directory(tmp_path / name).digest() == digests[name]
 
 
 @pytest.mark.parametrize("write", [write_nanogpt, write_shards])
@@ -98,7 +98,7 @@ def test_other_data_of_the_same_sizes_have_another_digest(tmp_path, write):
     vocabulary = {"vocab_size": 50257} if write is write_shards else {}
     for name, stream in (("a", STREAM), ("b", np.append(STREAM[1:], 0))):
         write(tmp_path / name, stream, VAL, **vocabulary)
-    assert len({digest_of(open_split(tmp_path / name, "train")) for name in "ab"}) == 2
+    assert len({open_directory(tmp_path / name).digest() for name in "ab"}) == 2
 
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path):
@@ -106,17 +106,17 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path):
     stream[777] = 60000
     write_nanogpt(tmp_path / "nanogpt", stream, VAL)
     with refused(ValueError, "id 60000", "'gpt2'", "--data.vocab-size"):
-        open_split(tmp_path / "nanogpt", "train")
+        open_directory(tmp_path / "nanogpt").stream("train")
     large = np.array([1, 65_536, 2**31 - 1, 2**32 - 1])
     options = {"sizes": (3, 1), "dtype": "uint32", "vocab_size": 2**31}
     write_shards(tmp_path / "tokens", large, **options)
-    tokens = open_split(tmp_path / "tokens", "train")
+    tokens = open_directory(tmp_path / "tokens").stream("train")
     assert tokens.read(0, 3).tolist() == large[:3].tolist()
     with refused(ValueError, f"id {2**32 - 1}"):  # not taken for -1
         tokens.read(0, 4)
     path = write_raw(tmp_path / "wide", "int64", np.array([1, 2**32 + 1]))
     with refused(ValueError, f"id {2**32 + 1}"):  # not cut to 32 bits
-        open_split(TokenDirectory(path=path, dtype="int64"), "train")
+        open_directory(TokenFilesConfig(path=path, dtype="int64")).stream("train")
 
 
 # --- other programs' files that are not GPT-2's ---------------------------------------------------
@@ -139,14 +139,18 @@ def test_a_tokenizer_beside_nanogpts_files_is_not_gpt2s_unless_it_is_named(tmp_p
     loaded = b"cos\nsystem\n(S'exit 1'\ntR."  # is never loaded
     (tmp_path / "tokens" / name).write_bytes(loaded)
     with refused(ValueError, name, "--data.tokenizer", "--data.vocab-size"):
-        open_split(path, "train")
-    stream = open_split(TokenDirectory(path=path, vocab_size=65), "val")
-    assert (stream.tokenizer, stream.vocab_size) == ("unknown", 65)
+        open_directory(path).stream("train")
+    stream = open_directory(TokenFilesConfig(path=path, vocab_size=65)).stream("val")
+    assert (stream.vocabulary.tokenizer, stream.vocabulary.size) == ("unknown", 65)
     assert np.array_equal(stream.read(0, 4000), LETTERS)
-    assert open_split(TokenDirectory(path=path, tokenizer="gpt2"), "train").vocab_size == 50257
+    assert open_directory(TokenFilesConfig(path=path, tokenizer="gpt2")).vocabulary.size == 50257
     save(ByteTokenizer(), tmp_path / "tokens")
-    stream = open_split(path, "train")
-    assert (stream.tokenizer, stream.vocab_size, vocab_size_of(path)) == ("byte", 257, 257)
+    stream = open_directory(path).stream("train")
+    assert (stream.vocabulary.tokenizer, stream.vocabulary.size, vocab_size_of(path)) == (
+        "byte",
+        257,
+        257,
+    )
 
 
 @pytest.mark.parametrize(
@@ -163,41 +167,44 @@ def test_a_tokenizer_beside_nanogpts_files_is_not_gpt2s_unless_it_is_named(tmp_p
 def test_what_cannot_be_gpt2s_is_refused_until_it_is_named(tmp_path, dtype, ids, named):
     path = write_raw(tmp_path / "tokens", dtype or "uint16", ids, ids)
     with refused(ValueError, path, "--data.dtype"):
-        open_split(path, "train")
-    stream = open_split(TokenDirectory(path=path, dtype=dtype, **named), "train")
+        open_directory(path).stream("train")
+    stream = open_directory(TokenFilesConfig(path=path, dtype=dtype, **named)).stream("train")
     assert np.array_equal(stream.read(0, len(ids)), ids)
 
 
 def test_a_tokenizer_of_foreign_tokens_may_lie_anywhere(tmp_path):
     save(ByteTokenizer(), tmp_path / "tokenizer")
-    path = write_raw(tmp_path / "tokens", "<u2", TEXT)
+    path = write_raw(tmp_path / "tokens", "<u2", TEXT, TEXT)
     saved = tmp_path / "tokenizer"
     for number, place in enumerate((saved, saved / "tokenizer.json")):
-        stream = open_split(TokenDirectory(path=path, tokenizer=str(place)), "train")
-        assert stream.vocab_size == 257
-        assert tokenizer_of_tokens(stream).decode(stream.read(0, 11)) == "Many a byte"
-        copy_tokenizer(stream, tmp_path / f"copy {number}")
+        stream = open_directory(TokenFilesConfig(path=path, tokenizer=str(place))).stream("train")
+        assert stream.vocabulary.size == 257
+        assert tokenizer_of_tokens(stream.vocabulary).decode(stream.read(0, 11)) == "Many a byte"
+        copy_tokenizer(stream.vocabulary, tmp_path / f"copy {number}")
         assert load(tmp_path / f"copy {number}").decode(stream.read(0, 4)) == "Many"
     with refused(FileNotFoundError, "no_such"):
-        open_split(TokenDirectory(path=path, tokenizer="no_such"), "train")
+        open_directory(TokenFilesConfig(path=path, tokenizer="no_such")).stream("train")
 
 
 def test_what_a_directory_says_itself_is_not_named_again(directories):
     for name, field in (("shards", {"vocab_size": 50257}), ("llm.c", {"dtype": "uint16"})):
         path = str(directories[name])
         with refused(ValueError, path, next(iter(field))):
-            open_split(TokenDirectory(path=path, **field), "train")
+            open_directory(TokenFilesConfig(path=path, **field)).stream("train")
     path = str(directories["llama"])
-    assert open_split(TokenDirectory(path=path, vocab_size=200_000), "train").tokenizer == "unknown"
+    assert (
+        open_directory(TokenFilesConfig(path=path, vocab_size=200_000)).vocabulary.tokenizer
+        == "unknown"
+    )
 
 
 def test_numpys_arrays_say_their_type(tmp_path):
     write_numpy_shards(tmp_path, dtype="int64")
-    assert np.array_equal(open_split(tmp_path, "train").read(0, 1000), STREAM)
+    assert np.array_equal(open_directory(tmp_path).stream("train").read(0, 1000), STREAM)
     for array in (np.zeros(4), np.zeros((2, 2), int), np.zeros(4, ">u2"), np.array([None])):
         np.save(tmp_path / "edufineweb_train_000001.npy", array)
         with refused(ValueError, "edufineweb_train_000001.npy"):
-            open_split(tmp_path, "train")
+            open_directory(tmp_path).stream("train")
 
 
 @pytest.mark.parametrize(
@@ -209,10 +216,10 @@ def test_numpys_arrays_say_their_type(tmp_path):
 )
 def test_a_missing_shard_in_the_middle_is_named(tmp_path, caplog, write, missing):
     write(tmp_path)
-    open_split(tmp_path, "train")
+    open_directory(tmp_path).stream("train")
     assert not caplog.records
     (tmp_path / missing).unlink()
-    assert open_split(tmp_path, "train").num_tokens == 999
+    assert open_directory(tmp_path).stream("train").num_tokens == 999
     assert missing in caplog.text
 
 
@@ -254,4 +261,4 @@ def test_a_directory_that_cannot_be_read_says_why(tmp_path, kind, damage, split,
             write_llm_c_shards(directory)
     damage(directory)
     with refused((ValueError, FileNotFoundError), directory, *named):
-        open_split(directory, split)
+        open_directory(directory).stream(split)

@@ -5,7 +5,6 @@ import random
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import hypothesis
 import numpy as np
@@ -19,6 +18,7 @@ from maxmars.data.tokenizer import (
     ByteTokenizer,
     GPT2Tokenizer,
     Tokenizer,
+    Vocabulary,
     copy_tokenizer,
     load,
     save,
@@ -274,8 +274,9 @@ def saved(kinds, tmp_path_factory):
 
 
 def tokens_in(directory, name, digest):
-    """What tokens say of their tokenizer."""
-    return SimpleNamespace(tokenizer_place=directory, tokenizer=name, tokenizer_digest=digest)
+    """What the ids of tokens in a directory mean, where its digest is known."""
+    place = None if digest is None else directory
+    return Vocabulary(tokenizer=name, size=257, digest=digest, place=place)
 
 
 def write_files(directory, files):

@@ -9,7 +9,7 @@ import pytest
 from refusals import refused
 from token_directories import write_nanogpt, write_shards
 
-from maxmars.data.formats import open_split
+from maxmars.data.formats import open_directory
 from maxmars.data.verification import Verification, hashed_by, own_share, verify_split
 
 STREAM = np.random.default_rng(0).integers(0, 2000, 5000)
@@ -19,7 +19,7 @@ def verify(directory, record):
     """Hash the files of a directory; the names of those that were hashed now, and the error."""
     before = record.read_text().splitlines() if record.exists() else []
     damaged = threading.Event()
-    files = open_split(directory, "train").files
+    files = open_directory(directory).files
     with Verification(own_share(files), record) as verification:
         verification.start(on_damage=damaged.set)
         try:
@@ -92,7 +92,7 @@ def test_a_record_without_the_time_of_the_last_change_of_status_still_counts(tmp
 def test_a_split_is_hashed_now_whatever_its_record_says(tmp_path):
     write_nanogpt(tmp_path / "tokens", STREAM, STREAM[:400])
     verify(tmp_path / "tokens", tmp_path / "run" / "verified" / "host_000.jsonl")
-    files = open_split(tmp_path / "tokens", "train").files
+    files = open_directory(tmp_path / "tokens").files
     verify_split(files, "train", hashed_by(tmp_path / "run"))
     other_tokens_with_size_and_time(tmp_path / "tokens" / "train.bin")
     verify_split(files, "train")  # nobody knows their checksum

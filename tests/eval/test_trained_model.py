@@ -34,7 +34,7 @@ from safetensors.numpy import load_file, save_file
 from maxmars import cli
 from maxmars.checkpoint import read
 from maxmars.config import MeshConfig
-from maxmars.data.token_files import TokenShards
+from maxmars.data.formats import open_directory
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed.sharding import make_mesh
 from maxmars.eval import load
@@ -291,7 +291,7 @@ def test_a_model_ends_where_its_files_say_in_every_command(tmp_path, capsys):
     (tmp_path / "a.txt").write_text("to be or not to be " * 50)
     words = ["--tokenizer", str(hf / "tokenizer.json"), "--workers", "0"]
     cli.main(["data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "tokens"), *words])
-    stream = TokenShards(tmp_path / "tokens", "train")
+    stream = open_directory(tmp_path / "tokens").stream("train")
     assert stream.read(stream.num_tokens - 1, 1).tolist() == [1]
 
 

@@ -5,7 +5,6 @@ import functools
 import json
 import re
 import shutil
-from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -35,8 +34,9 @@ from maxmars.config import (
     ScheduleConfig,
     TokenShardsConfig,
 )
-from maxmars.data.formats import open_split
+from maxmars.data.formats import open_directory
 from maxmars.data.prepare import prepare
+from maxmars.data.tokenizer import Vocabulary
 from maxmars.data.tokenizer import load as load_tokenizer
 from maxmars.distributed import sharding
 from maxmars.model import huggingface
@@ -298,10 +298,10 @@ def mesh_of(config):
     return sharding.make_mesh(config.mesh)
 
 
-def loaded(path, config, *, optimizer_state=False, tokens=None):
+def loaded(path, config, *, optimizer_state=False, vocabulary=None):
     source = InitFrom(path=str(path), optimizer_state=optimizer_state)
     step = make_train_step(config, Parameters(config.model, mesh_of(config)))
-    return load_initial(step, source, tokens or open_split(config.data.path, "train"))
+    return load_initial(step, source, vocabulary or open_directory(config.data.path).vocabulary)
 
 
 def saved(workdir, config, step=None):
@@ -503,8 +503,8 @@ def test_a_hugging_face_model(reference_dir, short_config):
         num_layers=2, num_heads=2, embed_dim=32, vocab_size=50257, vocab_pad_multiple=64
     )
     config = short_config(model=shape, mesh=MeshConfig(fsdp=4, tensor=2))
-    tokens = SimpleNamespace(tokenizer="gpt2", tokenizer_digest=None, tokenizer_place=None)
-    initial = loaded(directory, config, tokens=tokens)
+    vocabulary = Vocabulary(tokenizer="gpt2", size=50257)
+    initial = loaded(directory, config, vocabulary=vocabulary)
     assert initial.origin["weights"] == str(directory)
     table = jax.device_get(initial.state.params["wte"]["embedding"])
     stored = huggingface.load_params(
@@ -517,6 +517,6 @@ def test_a_hugging_face_model(reference_dir, short_config):
     assert_equal(initial.state.params["h"], stored["h"])
     shorter = short_config(model=dataclasses.replace(shape, max_seq_len=512))
     with refused(ValueError, directory, "model.max_seq_len", "1024 there", "512 here"):
-        loaded(directory, shorter, tokens=tokens)
+        loaded(directory, shorter, vocabulary=vocabulary)
     with refused(ValueError, directory, "--init-optimizer-state"):
-        loaded(directory, config, optimizer_state=True, tokens=tokens)
+        loaded(directory, config, optimizer_state=True, vocabulary=vocabulary)
