@@ -17,7 +17,7 @@ from jaxtyping import Array, Int32, Shaped
 from maxmars.config import ModelConfig
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.data.batches import UNKNOWN_TOKENIZER
-from maxmars.data.tokenizer import Tokenized, tokenizer_of_tokens
+from maxmars.data.tokenizer import Vocabulary, tokenizer_of_tokens
 from maxmars.distributed import processes, sharding
 from maxmars.model.language_model import make_model, token_losses
 
@@ -77,7 +77,7 @@ def make_eval_step(
 
 
 def bytes_of_data(
-    tokens: Tokenized, log: Callable[[str], None]
+    vocabulary: Vocabulary, log: Callable[[str], None]
 ) -> Int32[np.ndarray, " ids"] | None:
     """How many bytes each token id of data stands for; every process calls, and gets the same.
 
@@ -85,9 +85,9 @@ def bytes_of_data(
     not installed, a vocabulary is not there): `log` is told why.
     """
     table = None
-    if processes.is_primary() and tokens.tokenizer != UNKNOWN_TOKENIZER:
+    if processes.is_primary() and vocabulary.tokenizer != UNKNOWN_TOKENIZER:
         try:
-            table = tokenizer_of_tokens(tokens).bytes_of_tokens().tolist()
+            table = tokenizer_of_tokens(vocabulary).bytes_of_tokens().tolist()
         except EXTERNAL_ERRORS as error:
             log(f"no bits per byte: {in_words(error)}")
     table = processes.from_primary(table)

@@ -449,7 +449,7 @@ def make_evaluations(
                 f"the validation split has {batches.num_windows} windows, fewer than "
                 f"eval.num_windows={config.eval.num_windows}; all are scored."
             )
-        eval_step = make_eval_step(config.model, mesh, bytes_of_data(validation.origin, log))
+        eval_step = make_eval_step(config.model, mesh, bytes_of_data(validation.vocabulary, log))
         is_checked = not isinstance(config.model, ModuleConfig)
 
         def measure_loss(
