@@ -1,9 +1,9 @@
 """Log-likelihoods of the continuations of a context, which is computed once for all of them.
 
 A row holds a context, followed by all its continuations. Each continuation has the positions that
-follow the context, and a mask (`continuation_ids` of `GPT2.__call__`) hides the other continuations
-from it, so its score is that of a separate row. Logits are computed only where a token is scored,
-in chunks of a few positions; the loop over chunks ends at the last chunk that a batch needs.
+follow the context, and a mask (`LanguageModule.continuations`) hides the other continuations from
+it, so its score is that of a separate row. Logits are computed only where a token is scored, in
+chunks of a few positions; the loop over chunks ends at the last chunk that a batch needs.
 
 Rows are sorted by length, longest first, and a batch is padded to the next of the lengths 32, 48,
 64, 80, 96, 112, 144, 176, 208, ... (multiples of 16, about 15 % apart). One program is compiled for
@@ -28,7 +28,8 @@ from maxmars.data.tokenizer import Tokenizer
 from maxmars.distributed import sharding
 from maxmars.distributed.sharding import constrain
 from maxmars.model import cross_entropy
-from maxmars.model.language_model import make_model, supports
+from maxmars.model.language_model import make_model
+from maxmars.model.parameters import abstract_module
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,16 +104,20 @@ class PackedChoices:
     """Number of continuations of each of the choices."""
 
 
+def _shares_contexts(config: ModelConfig) -> bool:
+    return hasattr(abstract_module(config), "continuations")
+
+
 def pack_choices(choices: Sequence[Choices], config: ModelConfig) -> PackedChoices:
     """Pack choices into rows for a model.
 
-    The continuations of a context share a row where they fit and the model takes
-    `continuation_ids`. Equal ones are scored once, so that they tie on every device.
+    The continuations of a context share a row where they fit and the module has the method
+    `continuations`. Equal ones are scored once, so that they tie on every device.
 
     Raises:
       ValueError: a context is empty, or a continuation is empty or longer than `max_seq_len`.
     """
-    max_seq_len, shared = config.max_seq_len, supports(config, "continuation_ids")
+    max_seq_len, shared = config.max_seq_len, _shares_contexts(config)
     rows: list[_Row] = []
     first_equal: list[int] = []
     for number, item in enumerate(choices):
@@ -227,7 +232,7 @@ class LogLikelihoods:
         rows, done, running = packed.rows, 0, None
         while done < len(rows):
             length = padded_length(rows[done].size)
-            if not supports(self._config, "continuation_ids"):  # no row is longer than the context
+            if not _shares_contexts(self._config):  # no row is longer than the context
                 length = min(length, self._config.max_seq_len)
             count = self._batch_size or max(1, self._tokens // length) * self._shards
             # A batch is a matrix of `height` rows of `length` tokens on each of the devices. Their
@@ -297,10 +302,10 @@ class LogLikelihoods:
         ) -> tuple[Float[Array, "N S"], Bool[Array, "N S"]]:
             model = make_model(config, params)
             tokens, positions, continuation_ids, predictors, targets = (array[0] for array in batch)
-            # Otherwise a row holds one continuation; see `pack_choices`.
-            shared = supports(config, "continuation_ids")
-            masks = {"continuation_ids": continuation_ids} if shared else {}
-            hidden = model.hidden(tokens, positions=positions, **masks)
+            if _shares_contexts(config):
+                hidden = model.continuations(tokens, positions, continuation_ids)
+            else:  # a row holds one continuation; see `pack_choices`
+                hidden = model.hidden(tokens, positions=positions)
             hidden = hidden.reshape(self._shards, -1, hidden.shape[-1])
             hidden = constrain(hidden, "batch", None, None)
             # Gathered over fsdp here, once, and not in the loop.

@@ -49,8 +49,8 @@ from maxmars.distributed.workdir import (
     TOKENIZER,
 )
 from maxmars.model import hub, huggingface
-from maxmars.model.language_model import LanguageModel, make_model, supports
-from maxmars.model.parameters import Parameters
+from maxmars.model.language_model import LanguageModel, make_model
+from maxmars.model.parameters import Parameters, abstract_module
 
 _MOST_PADDING = 256  # rows of a vocabulary are rounded up to a multiple of 64, 128 or 256
 
@@ -470,7 +470,7 @@ def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.
       ValueError: it has none, or returns something else.
     """
     what = f"{stored.path} holds the model of {stored.config.model.make}"
-    if not supports(config, "export"):
+    if not hasattr(abstract_module(config), "export"):
         raise ValueError(
             f"{what}, which has no method export, and is no GPT-2: export cannot know which model "
             "of Hugging Face's it is; add the method, or take the arrays of `load(...).params` in "

@@ -11,7 +11,6 @@ L layers, P shards of the batch.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -37,14 +36,13 @@ from maxmars.distributed.sharding import (
     look_up,
     on_shards,
 )
+from maxmars.model import kv_cache
 from maxmars.model.attention import (
     RESIDUALS,
     attention,
-    causal_attention,
     flat_attention_on_mesh,
     takes_flat,
 )
-from maxmars.model.kv_cache import KVCache, at_slots, attend_to_blocks, by_heads
 from maxmars.model.products import cpu_linear
 from maxmars.optim import MatrixSpec
 
@@ -369,26 +367,21 @@ class GPT2(nnx.Module):
         self.h = blocks(rngs.split(config.num_layers))
         self.ln_f = LayerNorm(config)
 
+    # By which `generate` keeps keys and values; see `LanguageModel`.
+    prefill, decode = kv_cache.prefill, kv_cache.decode
+
     def __call__(
         self,
         tokens: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
-        continuation_ids: Int[Array, "B T"] | None = None,
         tables: Float[Array, "P V D"] | None = None,
+        continuation_ids: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """The residual stream after the last LayerNorm.
 
-        Args:
-          tokens: token ids.
-          segment_ids: a token attends only to earlier tokens of its own segment; None is one
-            segment a row.
-          positions: position of each token in its text, below `max_seq_len`; None counts from 0 in
-            each row.
-          continuation_ids: for rows that hold a context and several continuations of it; see
-            `causal_attention`. None is one text a row.
-          tables: `sharding.copies` of `output_embedding` in `table_dtype`, if the output head uses
-            them as well.
+        See `LanguageModel.hidden` for the first three arguments, and `LanguageModule` for the
+        others.
 
         Raises:
           ValueError: `model.compute_dtype` is still `auto`.
@@ -413,67 +406,14 @@ class GPT2(nnx.Module):
         x, _ = jax.lax.scan(_remat(block, config, unroll), x, layers, unroll=unroll)
         return self.ln_f(x)
 
-    def prefill(
-        self, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int
-    ) -> tuple[Float[Array, "B D"], KVCache]:
-        """Run prompts; see `LanguageModel.prefill`."""
-        config = self.config
-        prompt_end = lengths.max()
-        # What other slots hold is never seen.
-        taken = jnp.arange(num_slots) - (prompt_end - lengths)[:, None]
-
-        def block(
-            x: Float[Array, "B P D"], layer: tuple[Block, Int[Array, ""]]
-        ) -> tuple[Float[Array, "B P D"], list[Float[Array, "B H S K"]]]:
-            cached = []
-
-            def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
-                cached.extend(by_heads(at_slots(y, taken)) for y in (k, v))
-                return causal_attention(q, k, v, scale)
-
-            return layer[0](x, layer[1], attend), cached
-
-        x = self.embed(tokens)
-        x, (keys, values) = jax.lax.scan(block, x, (self.h, jnp.arange(config.num_layers)))
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return self.ln_f(last)[:, 0], KVCache(keys=keys, values=values, slot=prompt_end)
-
-    def decode(
-        self, tokens: Int[Array, " B"], positions: Int[Array, " B"], cache: KVCache
-    ) -> tuple[Float[Array, "B D"], KVCache]:
-        """Run one more token of each row; see `LanguageModel.decode`."""
-        config, slot = self.config, cache.slot
-        slots = jnp.arange(cache.keys.shape[3])
-        visible = (slots < slot) & (slots >= (slot - positions)[:, None])
-
-        def block(
-            x: Float[Array, "B 1 D"], layer: tuple[Any, ...]
-        ) -> tuple[Float[Array, "B 1 D"], list[Float[Array, "B H 1 K"]]]:
-            block, layer_index, cached_keys, cached_values = layer
-            cached = []
-
-            def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
-                q, k, v = map(by_heads, (q, k, v))
-                cached.extend((k, v))
-                blocks = [
-                    (cached_keys, cached_values, visible),
-                    (k, v, jnp.ones((len(tokens), 1), bool)),
-                ]
-                return attend_to_blocks(q, blocks, scale).swapaxes(1, 2)
-
-            return block(x, layer_index, attend), cached
-
-        x = self.embed(tokens[:, None], positions[:, None])
-        layers = (self.h, jnp.arange(config.num_layers), cache.keys, cache.values)
-        x, (keys, values) = jax.lax.scan(block, x, layers)
-        write = jax.lax.dynamic_update_slice_in_dim
-        cache = dataclasses.replace(
-            cache,
-            keys=write(cache.keys, keys, slot, axis=3),
-            values=write(cache.values, values, slot, axis=3),
-            slot=slot + 1,
-        )
-        return self.ln_f(x)[:, 0], cache
+    def continuations(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        continuation_ids: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:
+        """The same of rows of a context and its continuations; see `LanguageModule`."""
+        return self(tokens, positions=positions, continuation_ids=continuation_ids)
 
     def embed(
         self,
@@ -481,15 +421,9 @@ class GPT2(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         tables: Float[Array, "P V D"] | None = None,
     ) -> Float[Array, "B T D"]:
-        """The sum of token and position embeddings, where the residual stream begins.
-
-        See `__call__` for the arguments.
-        """
-        dtype = self.table_dtype
-        if tables is None:
-            table = self.wte.embedding[...].astype(dtype)
-            tables = copies(gathered(table, ("vocab", "embed")))
-        x = look_up(tables, tokens)
+        """The sum of token and position embeddings, where the residual stream begins."""
+        tables = self.tables() if tables is None else tables
+        x, dtype = look_up(tables, tokens), tables.dtype
         position_table = copies(self.wpe.embedding[...].astype(dtype), ("positions", "embed"))
         if positions is None:
             # Each device sums the gradients of its own rows, in the type of x.
@@ -498,24 +432,21 @@ class GPT2(nnx.Module):
             x += look_up(position_table, positions)
         return x.astype(jnp.promote_types(dtype, self.config.residual_dtype or dtype))
 
-    @property
-    def output_embedding(self) -> nnx.Param[Array]:
-        """The token embedding [V, D], which is the output head as well."""
-        return self.wte.embedding
-
-    @property
-    def table_dtype(self) -> Any:
-        """The type in which the look-up reads the token embedding.
-
-        Raises:
-          ValueError: the type is still `auto`.
-        """
-        if self.config.compute_dtype == "auto":
+    def tables(self) -> Float[Array, "P V D"]:
+        """The token embedding in the type of the products, once for each shard of the batch."""
+        dtype = self.config.compute_dtype
+        if dtype == "auto":
             raise ValueError(
                 "model.compute_dtype=auto names no type, which only `maxmars train` chooses; set "
                 "float32 or bfloat16."
             )
-        return self.config.compute_dtype
+        table = self.wte.embedding[...].astype(dtype)
+        return copies(gathered(table, ("vocab", "embed")))
+
+    @property
+    def output_embedding(self) -> nnx.Param[Array]:
+        """The token embedding [V, D], which is the output head as well."""
+        return self.wte.embedding
 
 
 def _add_positions(x: jax.Array, table: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
 """What every model is to training, evaluation and generation: hidden states, logits, loss.
 
 A model is a Flax NNX module, `GPT2` or one of the user's own, inside a `LanguageModel`. Everything
-asks modules for the same things, and for what a module may do besides by `supports`, never for its
-class. Parameters are nested dicts of arrays.
+asks modules for the same things, and for more where a module has the method, never for its class.
+Parameters are nested dicts of arrays.
 
 Shape letters: B batch, T length, D embed, V padded vocabulary, P shards of the batch; of a cache P
 tokens of the longest prompt, padded, and S slots.
@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,37 +21,72 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer, Shaped
 
-from maxmars.config import ModelConfig
+from maxmars.config import ModelConfig, ModuleConfig
+from maxmars.config.errors import about
 from maxmars.distributed.sharding import batch_shards, constrain, copies, gathered
 from maxmars.model import cross_entropy
-from maxmars.model.own_model import described, shape_of_floats, wrong
+from maxmars.model.own_model import in_one_line
 from maxmars.model.parameters import Parameters, abstract_module
 
-Ability = Literal["cap_logits", "decode", "continuation_ids", "tables", "export", "remat_policies"]
-"""What a module may have.
 
-Each has `__call__(tokens, segment_ids=None, positions=None)`, which returns the last hidden states
-[B, T, D], and `output_embedding` [V, D].
+class LanguageModule(Protocol):
+    """What a module has, an `nnx.Module` all of whose state is `nnx.Param`s.
 
-cap_logits: a function of each logit without parameters, such as 30 tanh(logits / 30), which loss,
-  evaluation and generation apply. A head with a bias has it as one more column of
-  `output_embedding`, against a 1 in the hidden states.
-decode: with `prefill`, a cache of earlier tokens, any tree of arrays whose shapes and types stay:
-  `prefill(tokens [B, P], lengths [B], num_slots)` and `decode(tokens [B], positions [B], cache)`
-  return hidden states [B, D] and the cache; see the methods of `LanguageModel`. Without them,
-  generation runs whole rows for every token.
-continuation_ids: an argument of `__call__`, int32 [B, T] or None, for rows that hold a context, 0,
-  and several continuations of it, 1, 2, ..., whose `positions` count from its end. A token sees
-  earlier tokens of its own number and of 0. Such a row may be longer than `max_seq_len`. HellaSwag
-  then computes a context once for its four endings.
-tables: an argument of `__call__`, the `sharding.copies` [P, V, D] of `output_embedding` that the
-  loss uses, in the type `table_dtype` of the module; None outside of the loss. A module that reads
-  the same table for its input takes them, so that one gradient of the table crosses devices.
-export: the model in Hugging Face's terms; the fields of `config.json`, such as `architectures` and
-  `model_type`, and the arrays by name. Of GPT-2 `huggingface.gpt2_model` knows them.
-remat_policies: the names of its policies of rematerialisation, from the least arithmetic to the
-  least memory. Its attribute `remat` is then the one to use, or None for none.
-"""
+    `output_embedding` and the call are required. A module that has one of the methods below is
+    asked to compute by it what is else computed by calls for whole rows. Besides it may have:
+
+    cap_logits: a function of each logit without parameters, such as 30 tanh(logits / 30), which
+      loss, evaluation and generation apply. A head with a bias has it as one more column of
+      `output_embedding`, against a 1 in the hidden states.
+    remat_policies: the names of its policies of rematerialisation, from the least arithmetic to the
+      least memory. Its attribute `remat` is then the one to use, or None for none.
+    """
+
+    output_embedding: Any
+    """The output head [V, D]: a parameter, an array, or a method that returns one."""
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The last hidden states; see `LanguageModel.hidden` for the arguments."""
+        ...
+
+    def prefill(
+        self, tokens: Int[Array, "B P"], lengths: Int[Array, " B"], num_slots: int
+    ) -> tuple[Float[Array, "B D"], Any]:
+        """Hidden states and cache of prompts; see `LanguageModel.prefill`. A module that has it
+        also has `decode(tokens [B], positions [B], cache)`, which returns the hidden states [B, D]
+        of one more token of each row, and the cache: any tree of arrays whose shapes and types
+        stay. Without the two, generation runs whole rows for every token."""
+        ...
+
+    def continuations(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        continuation_ids: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:
+        """The hidden states of rows that hold a context, of number 0, and several continuations of
+        it, 1, 2, ..., whose positions count from its end. A token sees earlier tokens of its own
+        number and of 0. Such a row may be longer than `max_seq_len`. HellaSwag then computes a
+        context once for its four endings."""
+        ...
+
+    def tables(self) -> Float[Array, "P V D"]:
+        """`sharding.copies` of `output_embedding`, for the loss. A module that has it gets them as
+        the argument `tables` of its call too, and looks its input up in them, so that one gradient
+        of the table crosses devices."""
+        ...
+
+    def export(self) -> tuple[dict[str, Any], dict[str, Array]]:
+        """The model in Hugging Face's terms: the fields of `config.json`, such as `architectures`
+        and `model_type`, and the arrays by name. For GPT-2 see `huggingface.gpt2_model`."""
+        ...
+
+
 Window = Int[Array, "B window"]
 """Rows of T + 1 numbers: T inputs, and each but the first a target."""
 
@@ -60,9 +94,9 @@ Window = Int[Array, "B window"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """What is kept of the tokens of every row."""
+    """What a model stores of the tokens of every row."""
 
-    kept: Any
+    module_cache: Any
     """What the module's `prefill` and `decode` return, or else the tokens, int32 [B, S]."""
     lengths: Int[Array, " B"]
     """Tokens of each prompt."""
@@ -76,7 +110,7 @@ class LanguageModel:
 
     config: ModelConfig
     module: Any
-    """An `nnx.Module`."""
+    """A `LanguageModule`."""
 
     def __call__(
         self,
@@ -102,7 +136,7 @@ class LanguageModel:
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
-        **more: Array,
+        **tables: Array,
     ) -> Float[Array, "B T D"]:
         """What the module returns: the last hidden states, before the output head.
 
@@ -112,7 +146,7 @@ class LanguageModel:
             segment a row.
           positions: position of each token in its text, below `max_seq_len`; None counts from 0 in
             each row.
-          more: arguments that the module `supports`.
+          tables: those of a module that has `tables`.
 
         Raises:
           ValueError: a row without `positions` is longer than `max_seq_len`, or the module returns
@@ -123,32 +157,33 @@ class LanguageModel:
                 f"a sequence of {tokens.shape[1]} tokens is longer than model.max_seq_len="
                 f"{self.config.max_seq_len}."
             )
-        x = self.module(tokens, segment_ids=segment_ids, positions=positions, **more)
-        shape = shape_of_floats(x)
-        if shape is None or len(shape) != 3 or shape[:2] != tokens.shape:
-            raise self._wrong(
-                f"for tokens of the shape {list(tokens.shape)} the {self._name} returned "
-                f"{described(x)}; it must return hidden states [rows, tokens, width]"
+        x = self.module(tokens, segment_ids=segment_ids, positions=positions, **tables)
+        if (shape := getattr(x, "shape", ()))[:-1] != tokens.shape:
+            raise ValueError(
+                f"for tokens of the shape {list(tokens.shape)} the {type(self.module).__name__} "
+                f"returned a {type(x).__name__} of the shape {list(shape)}; it must return hidden "
+                "states [rows, length, width]"
             )
         return constrain(x, "batch", "length", None)
 
-    def output_embedding(self, dtype: Any) -> Float[Array, "V D"]:
-        """The output head in the type of matrix products, gathered over `fsdp`.
+    def continuations(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        continuation_ids: Int[Array, "B T"],
+    ) -> Float[Array, "B T D"]:
+        """Hidden states of rows of a context and its continuations; see `LanguageModule`, whose
+        method it needs."""
+        x = self.module.continuations(tokens, positions, continuation_ids)
+        return constrain(x, "batch", "length", None)
 
-        Raises:
-          ValueError: it is no array [rows, width] with a row for each token.
-        """
+    def output_embedding(self, dtype: Any) -> Float[Array, "V D"]:
+        """The output head in the type of matrix products, gathered over `fsdp`."""
         embedding = self.module.output_embedding
         if callable(embedding) and not isinstance(embedding, nnx.Variable):
             embedding = embedding()
         if isinstance(embedding, nnx.Variable):
             embedding = embedding[...]
-        shape = shape_of_floats(embedding)
-        if shape is None or len(shape) != 2 or shape[0] < self.config.vocab_size:
-            raise self._wrong(
-                f"the output_embedding of the {self._name} is {described(embedding)}; it must have "
-                f"the shape [model.vocab_size={self.config.vocab_size} or more, width]"
-            )
         return gathered(embedding.astype(dtype), ("vocab", "embed"))
 
     @property
@@ -176,77 +211,35 @@ class LanguageModel:
           The last hidden state of each prompt's last token, and the cache. Here and in `decode` the
           hidden states are those of `hidden` for whole rows, to rounding.
         """
-        if supports(self.config, "decode"):
-            returned = self.module.prefill(tokens, lengths, num_slots)
-            x, kept = self._checked("prefill", len(tokens), returned)
+        if hasattr(self.module, "prefill"):
+            x, stored = self.module.prefill(tokens, lengths, num_slots)
         else:
-            kept = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
-            x = self._last_hidden(kept, lengths)
-        return x, Cache(kept=kept, lengths=lengths, num_new=jnp.zeros((), jnp.int32))
+            stored = jnp.pad(tokens, ((0, 0), (0, num_slots - tokens.shape[1])))
+            x = self._last_hidden(stored, lengths)
+        return x, Cache(module_cache=stored, lengths=lengths, num_new=jnp.zeros((), jnp.int32))
 
     def decode(self, tokens: Int[Array, " B"], cache: Cache) -> tuple[Float[Array, "B D"], Cache]:
         """Run one more token of each row; see `prefill` for the result.
 
         The result of a row beyond `max_seq_len` tokens means nothing, nor does any result where no
         slot was free.
-
-        Raises:
-          ValueError: the module returns something else than hidden states and a cache of the same
-            shapes and types.
         """
         positions = cache.lengths + cache.num_new
-        if supports(self.config, "decode"):
+        if hasattr(self.module, "prefill"):
             # A row that has ended may run past the last position; its result is not used.
             positions = jnp.minimum(positions, self.config.max_seq_len - 1)
-            returned = self.module.decode(tokens, positions, cache.kept)
-            x, kept = self._checked("decode", len(tokens), returned)
-            for before, after in zip(_form(cache.kept), _form(kept), strict=True):
-                if before != after:
-                    raise self._wrong(
-                        f"the decode of the {self._name} was given the cache {before}, and "
-                        f"returned {after}; its shapes and types must stay"
-                    )
+            x, stored = self.module.decode(tokens, positions, cache.module_cache)
         else:
             rows = jnp.arange(len(tokens))
-            kept = cache.kept.at[rows, positions].set(tokens, mode="drop")
-            x = self._last_hidden(kept, positions + 1)
-        return x, dataclasses.replace(cache, kept=kept, num_new=cache.num_new + 1)
+            stored = cache.module_cache.at[rows, positions].set(tokens, mode="drop")
+            x = self._last_hidden(stored, positions + 1)
+        return x, dataclasses.replace(cache, module_cache=stored, num_new=cache.num_new + 1)
 
     def _last_hidden(
         self, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
     ) -> Float[Array, "B D"]:
         last = jnp.minimum(lengths, tokens.shape[1]) - 1
         return jnp.take_along_axis(self.hidden(tokens), last[:, None, None], axis=1)[:, 0]
-
-    def _checked(self, method: str, rows: int, value: Any) -> tuple[Any, Any]:
-        pair = value if isinstance(value, tuple) and len(value) == 2 else (None, None)
-        shape = shape_of_floats(pair[0])
-        if shape is None or len(shape) != 2 or shape[0] != rows:
-            returned = ", ".join(map(described, value if isinstance(value, tuple) else [value]))
-            raise self._wrong(
-                f"the {method} of the {self._name} returned {returned}; it must return hidden "
-                f"states [{rows} rows, width] and the cache"
-            )
-        return pair
-
-    @property
-    def _name(self) -> str:
-        return type(self.module).__name__
-
-    def _wrong(self, problem: str) -> ValueError:
-        return wrong(self.config, problem)
-
-
-def _form(tree: Any) -> tuple[list[str], jax.tree_util.PyTreeDef]:
-    leaves, structure = jax.tree.flatten(tree)
-    return [described(leaf) for leaf in leaves], structure
-
-
-def supports(config: ModelConfig, ability: Ability) -> bool:
-    """Whether a model's module has an attribute of this name, or its `__call__` an argument."""
-    module: Any = abstract_module(config)
-    arguments = inspect.signature(module.__call__).parameters
-    return getattr(module, ability, None) is not None or ability in arguments
 
 
 # --- a model of parameters ------------------------------------------------------------------------
@@ -271,31 +264,44 @@ def check_model(parameters: Parameters) -> None:
         other exception was raised by the user's code.
     """
     config, mesh = parameters.model, parameters.mesh
-    if config.make is None:
+    if not isinstance(config, ModuleConfig):
         return
     _ = parameters.shardings
-    tokens = jax.ShapeDtypeStruct((batch_shards(mesh), config.max_seq_len), jnp.int32)
+    name = type(abstract_module(config)).__name__
+    rows, length = batch_shards(mesh), config.max_seq_len
+    tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
 
-    def outputs(params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def check(logits: jax.Array, *shape: int) -> None:
+        if logits.shape[:-1] != shape or logits.shape[-1] < config.vocab_size:
+            raise ValueError(
+                f"the logits have the shape {list(logits.shape)}, not {[*shape, config.vocab_size]}"
+                f" (model.vocab_size={config.vocab_size} columns or more); hidden states are "
+                "[rows, length, width], and the output_embedding [model.vocab_size or more, width]"
+            )
+
+    def check_all(params: Any, tokens: jax.Array) -> None:
         model = make_model(config, params)
-        rows = tokens[:, 0]
-        model.decode(rows, model.prefill(tokens, rows, config.max_seq_len)[1])
-        x = model.hidden(tokens)
-        return x, model.output_embedding(x.dtype)
+        with about(f"the {name} and its output_embedding"):
+            logits = model(tokens)
+            check(logits, rows, length)
+        with about(f"the prefill(tokens, lengths, num_slots) of the {name}"):
+            x, cache = model.prefill(tokens, tokens[:, 0], length)
+            check(model.logits(x[:, None]), rows, 1)
 
-    with jax.set_mesh(mesh):
-        x, embedding = jax.eval_shape(outputs, parameters.abstract, tokens)
-    if x.shape[-1] != embedding.shape[-1]:
-        raise ValueError(
-            f"model.make={config.make!r}: the hidden states have {x.shape[-1]} columns, and the "
-            f"output_embedding {embedding.shape[-1]}; both must have the same."
-        )
-    if embedding.shape[0] % mesh.shape["tensor"]:
-        raise ValueError(
-            f"mesh.tensor={mesh.shape['tensor']} does not divide the {embedding.shape[0]} rows of "
-            f"the output_embedding of model.make={config.make!r}; pad them to a multiple of "
-            f"{mesh.shape['tensor']}: rows from vocab_size on are masked."
-        )
+        def step(cache: Cache, tokens: jax.Array) -> tuple[Cache, jax.Array]:
+            x, cache = model.decode(tokens, cache)
+            return cache, model.logits(x[:, None])
+
+        with about(f"the decode(tokens, positions, cache) of the {name}"):
+            check(jax.lax.scan(step, cache, tokens.T)[1], length, rows, 1)
+        with about(f"the cap_logits of the {name}"):
+            cap = jax.make_jaxpr(model.cap_logits or (lambda logits: logits))(logits)
+            # The loss has a gradient of its own, which would not reach them.
+            if any(isinstance(const, jax.Array) for const in cap.consts):
+                raise ValueError("it must be a function of the logits alone, without parameters")
+
+    with in_one_line(config), jax.set_mesh(mesh):
+        jax.eval_shape(check_all, parameters.abstract, tokens)
 
 
 # --- loss -----------------------------------------------------------------------------------------
@@ -357,8 +363,8 @@ def _hidden_and_tables(
     head for each shard of the batch."""
     segment_ids, positions = (None if a is None else a[:, :-1] for a in (segment_ids, positions))
     rows: Any = {"segment_ids": segment_ids, "positions": positions}
-    if supports(model.config, "tables"):
-        tables = copies(model.output_embedding(model.module.table_dtype))
+    if hasattr(model.module, "tables"):
+        tables = model.module.tables()
         return model.hidden(tokens[:, :-1], **rows, tables=tables), tables
     x = model.hidden(tokens[:, :-1], **rows)
     return x, copies(model.output_embedding(x.dtype))

@@ -1,22 +1,24 @@
 """Models of the user's own: a Flax NNX module made by a function, and what is asked of it.
 
-See `ModuleConfig` for the function, and `train/README.md` for the module and an example.
+See `ModuleConfig` for the function, and `language_model.LanguageModule` for the module. Three
+things are checked: its only state is parameters, each of these names its axes (`make_module`), and
+the logits have their shape (`language_model.check_model`). For all else Python, Flax and JAX have
+errors of their own, which `in_one_line` shows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from maxmars.config import ModelConfig, ModuleConfig
+from maxmars.config.errors import about, in_words, place_in_own_file
 from maxmars.config.user_code import load_function
-from maxmars.distributed.sharding import RULES, ShardingRules
+from maxmars.distributed.sharding import ShardingRules
 from maxmars.model.gpt2 import LAYERS
 from maxmars.optim import MatrixSpec
 from maxmars.optim.nnx import given_specs, stacked
@@ -29,6 +31,18 @@ def wrong(config: ModelConfig, problem: str) -> ValueError:
     return ValueError(f"model.make={config.make!r}: {problem}.")
 
 
+@contextlib.contextmanager
+def in_one_line(config: ModelConfig) -> Iterator[None]:
+    """Raise as ValueError, in one line, what Python, Flax or JAX raises where a module is used. An
+    error that a line of the user's own file raises is left as it is: its trace shows the bug."""
+    try:
+        yield
+    except Exception as error:
+        if place_in_own_file(error) is not None:
+            raise
+        raise wrong(config, " ".join(in_words(error).split()).removesuffix(".")) from error
+
+
 def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
     """The module that the user's function makes. The metadata of each of its parameters
     holds the names of its axes, `axes`, and its `matrix_spec`.
@@ -38,160 +52,56 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
         it returns something else than it should. Any other exception was raised by the function.
     """
     make = load_function(config.make, field="model.make")
-    arguments = {
-        "rngs": rngs,
-        "vocab_size": config.vocab_size,
-        "max_seq_len": config.max_seq_len,
-        **config.options,
-    }
-    try:
-        inspect.signature(make).bind(**arguments)
-    except TypeError as error:
-        raise wrong(
-            config,
-            f"it cannot be called with {', '.join(arguments)} ({error}); it is make(*, rngs, "
-            "vocab_size, max_seq_len, **options) with the keys of model.options",
-        ) from None
+    sizes = {"rngs": rngs, "vocab_size": config.vocab_size, "max_seq_len": config.max_seq_len}
     # Flax would split each array at once, over a mesh whose axes have the names of the array's.
-    with nnx.use_eager_sharding(False):
-        module = make(**arguments)
+    called = f"called with {', '.join(sizes)} and model.options={config.options}"
+    with in_one_line(config), about(called), nnx.use_eager_sharding(False):
+        module = make(**sizes, **config.options)
     if not isinstance(module, nnx.Module):
         raise wrong(config, f"it returned a {type(module).__name__}, not a flax.nnx.Module")
-    _check_call(config, module)
-    for path, node in nnx.iter_graph(module):
-        name = ".".join(map(str, path))
-        if isinstance(node, nnx.Variable):
-            _name_axes(config, name, node)
-        elif isinstance(node, nnx.Module):
-            arrays = [key for key, value in vars(node).items() if isinstance(value, jax.Array)]
-            if arrays:
-                raise wrong(
-                    config,
-                    f"{'.'.join(filter(None, [name, arrays[0]]))} is an array outside of nnx.Param,"
-                    " and a checkpoint holds parameters alone; make it where it is used, or a "
-                    "numpy array",
-                )
-    _put_matrix_specs(config, module)
-    if config.remat is not None:
-        _put_remat(config, module)
+    _, params, others = nnx.split(module, nnx.Param, ...)
+    for path, _ in nnx.to_flat_state(others):
+        raise wrong(
+            config,
+            f"{_dotted(path)} is no nnx.Param, and a checkpoint holds parameters alone; "
+            "make it an nnx.Param, or make it where it is used",
+        )
+    given = given_specs(module)
+    for path, variable in nnx.to_flat_state(params):
+        axes, shape = tuple(variable.get_metadata().get("out_sharding") or ()), variable.shape
+        if len(axes) != len(shape) or 0 in shape or not {*axes} <= {None, *_NAMES}:
+            raise wrong(
+                config,
+                f"{_dotted(path)} has the shape {list(shape)} and the axis names {list(axes)}; "
+                f"each needs a size above zero and a name: {', '.join(_NAMES)}, or None if it is "
+                'not split: nnx.Param(..., out_sharding=("embed", "mlp")), or '
+                "nnx.with_partitioning around an initializer; nnx.vmap names its axis by "
+                'transform_metadata={nnx.PARTITION_NAME: "layers"}',
+            )
+        if path not in given:
+            spec = _spec_of_names(config, _dotted(path), axes, shape)
+        else:
+            spec = _vector(axes) if (own := given[path]) is None else stacked(own, len(axes))
+        # Without Flax's name, which it takes for axes of the mesh wherever there is one.
+        variable.set_metadata(axes=axes, out_sharding=None, matrix_spec=spec)
+    _put_remat(config, module)
     return module
 
 
-def _check_call(config: ModuleConfig, module: nnx.Module) -> None:
-    try:
-        inspect.signature(module.__call__).bind(None, segment_ids=None, positions=None)
-    except (AttributeError, TypeError) as error:
-        raise wrong(
-            config,
-            f"the {type(module).__name__} cannot be called with tokens, segment_ids and positions "
-            f"({error}); it needs __call__(self, tokens, segment_ids=None, positions=None)",
-        ) from None
-    takes_tables = "tables" in inspect.signature(module.__call__).parameters
-    problems = {
-        "has no output_embedding; it needs a property, method or parameter of this name with the "
-        "rows [vocab_size, width] of the output head": not hasattr(module, "output_embedding"),
-        "takes tables, and has no table_dtype; it must say in which type": (
-            takes_tables and not hasattr(module, "table_dtype")
-        ),
-        "has only one of prefill(self, tokens, lengths, num_slots) and decode(self, tokens, "
-        "positions, cache); a cache needs both": (
-            hasattr(module, "prefill") != hasattr(module, "decode")
-        ),
-    }
-    for problem, holds in problems.items():
-        if holds:
-            raise wrong(config, f"the {type(module).__name__} {problem}")
-    if getattr(module, "cap_logits", None) is not None:
-        _check_cap(config, module)
-
-
 def _put_remat(config: ModuleConfig, module: Any) -> None:
-    policies = getattr(module, "remat_policies", None)
-    if not policies:
+    policies = (*getattr(module, "remat_policies", ()),)
+    if config.remat not in ((None, "auto", *policies) if policies else (None,)):
         raise wrong(
             config,
-            f"the {type(module).__name__} has no remat_policies, the names of what model.remat="
-            f"{config.remat!r} may be; give it some, or leave model.remat out",
+            f"model.remat={config.remat!r} is none of the remat_policies of the "
+            f"{type(module).__name__}: {', '.join((*policies, 'auto')) if policies else 'none'}",
         )
-    if config.remat not in ("auto", *policies):
-        raise wrong(
-            config,
-            f"the {type(module).__name__} has no policy model.remat={config.remat!r}; there are "
-            f"{', '.join(policies)}, auto and None",
-        )
-    module.remat = None if config.remat == "auto" else config.remat
+    if policies:
+        module.remat = None if config.remat == "auto" else config.remat
 
 
-def _check_cap(config: ModuleConfig, module: Any) -> None:
-    logits = jax.ShapeDtypeStruct((2, config.vocab_size), jnp.float32)
-    if callable(module.cap_logits):
-        program = jax.make_jaxpr(module.cap_logits)(logits)
-        results = [(aval.shape, aval.dtype) for aval in program.out_avals]
-        # The loss has a gradient of its own, which knows nothing of parameters in here.
-        uses_arrays = any(isinstance(const, jax.Array) for const in program.consts)
-        if results == [(logits.shape, logits.dtype)] and not uses_arrays:
-            return
-    raise wrong(
-        config,
-        f"the cap_logits of the {type(module).__name__} must be a function of the logits [..., "
-        "vocab_size] alone, which keeps their shape and type and uses no parameter",
-    )
-
-
-def _name_axes(config: ModuleConfig, name: str, variable: nnx.Variable) -> None:
-    """Check the names that Flax keeps as `out_sharding`, and keep them as `axes`."""
-    if not isinstance(variable, nnx.Param):
-        raise wrong(
-            config,
-            f"{name} is a {type(variable).__name__}, and a checkpoint holds parameters alone; "
-            "every variable must be an nnx.Param",
-        )
-    axes, shape = tuple(variable.get_metadata().get("out_sharding") or ()), variable.shape
-    if 0 in shape:
-        raise wrong(
-            config,
-            f"{name} has the shape {list(shape)}, and a checkpoint has no empty arrays; "
-            "leave it out where it would be empty",
-        )
-    if len(axes) != len(shape):
-        raise wrong(
-            config,
-            f"{name} has the shape {list(shape)} and the axis names {list(axes)}, where each axis "
-            'needs one: nnx.Param(..., out_sharding=("embed", "mlp")), or nnx.with_partitioning '
-            "around an initializer; nnx.vmap names its axis by transform_metadata="
-            '{nnx.PARTITION_NAME: "layers"}',
-        )
-    unknown = [axis for axis in axes if axis is not None and axis not in _NAMES]
-    if unknown:
-        raise wrong(
-            config,
-            f"an axis of {name} has the name {unknown[0]!r}; there are {', '.join(_NAMES)}, and "
-            "None for an axis that is not split",
-        )
-    split = [axis for axis in RULES.spec(*axes) if axis is not None]
-    if len(set(split)) < len(split):
-        raise wrong(
-            config,
-            f"two axes of {name}, of {list(axes)}, would be split over the same axis of the mesh; "
-            "name one of them None",
-        )
-    # Without Flax's name, which it takes for axes of the mesh wherever there is one.
-    variable.set_metadata(axes=axes, out_sharding=None)
-
-
-def _put_matrix_specs(config: ModuleConfig, module: nnx.Module) -> None:
-    """Put a `MatrixSpec` on every parameter: what it says itself, or else what its names say."""
-    given = given_specs(module)
-    for path, variable in nnx.iter_graph(module):
-        if not isinstance(variable, nnx.Param):
-            continue
-        axes = variable.get_metadata("axes")
-        spec = given.get(path)
-        if path in given:
-            spec = _vector(axes) if spec is None else stacked(spec, len(axes))
-        else:
-            spec = _spec_of_names(config, ".".join(map(str, path)), axes, variable.shape)
-        variable.set_metadata(matrix_spec=spec)
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
 
 
 def _vector(axes: tuple[str | None, ...]) -> MatrixSpec:
@@ -229,16 +139,3 @@ def _spec_of_names(
         "the last one is embed; say so in the parameter's metadata, matrix_spec=MatrixSpec(...), "
         "or matrix_spec=None for a vector",
     )
-
-
-def shape_of_floats(value: Any) -> Sequence[int] | None:
-    """The shape of an array of floating-point numbers; None of anything else."""
-    is_array = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating)
-    return value.shape if is_array else None
-
-
-def described(value: Any) -> str:
-    """Type and shape of an array; the type of anything else."""
-    if isinstance(value, jax.Array):
-        return f"an array of {value.dtype} with the shape {list(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -64,7 +64,7 @@ def test_logits_equal_those_of_the_uncached_model(params, changes, tolerance):
     result, cache = jax.jit(cached(config))(params)
     assert expected[..., : config.vocab_size].std() > 1
     np.testing.assert_allclose(result, expected, atol=tolerance)
-    assert cache.kept.keys.dtype == cache.kept.values.dtype == config.compute_dtype
+    assert cache.module_cache.keys.dtype == cache.module_cache.values.dtype == config.compute_dtype
     assert int(cache.num_new) == NEW
 
 
@@ -75,7 +75,7 @@ def test_a_cache_over_heads_and_rows_stays_where_it_is(params):
         compiled = jax.jit(cached(BASE), in_shardings=(shardings,)).lower(params).compile()
         result, cache = compiled(jax.device_put(params, shardings))
     np.testing.assert_allclose(result, uncached_logits(BASE, params), atol=2e-5)
-    for part in (cache.kept.keys, cache.kept.values):
+    for part in (cache.module_cache.keys, cache.module_cache.values):
         rows, heads = part.shape[1] // 2, part.shape[2] // 4
         assert part.sharding.shard_shape(part.shape)[1:3] == (rows, heads)
     # Sums of activations over the heads' devices; keys and values never travel.

@@ -6,10 +6,10 @@
 
 The block is the one of most models today: rotary positions, RMSNorm before and QK-norm inside the
 attention, SwiGLU, no biases, and a head of its own. Every parameter names its axes; these names say
-how it is split over a mesh, and which matrix an optimizer sees. Four abilities are optional: with
-`prefill` and `decode`, `generate` caches keys and values; with `continuation_ids`, HellaSwag has a
-context and all its endings in one row; with `export`, `maxmars export` writes Hugging Face's Qwen3;
-with `remat_policies`, `--model.remat` says what is computed again in the backward pass.
+how it is split over a mesh, and which matrix an optimizer sees. The rest is optional: by `prefill`
+and `decode`, `generate` caches keys and values; by `continuations`, HellaSwag has a context and all
+its endings in one row; by `export`, `maxmars export` writes Hugging Face's Qwen3; and of
+`remat_policies`, `--model.remat` says what is computed again in the backward pass.
 """
 
 from __future__ import annotations
@@ -140,16 +140,25 @@ class Decoder(nnx.Module):
         tokens: jax.Array,
         segment_ids: jax.Array | None = None,
         positions: jax.Array | None = None,
-        continuation_ids: jax.Array | None = None,
     ) -> jax.Array:
         """The last hidden states [batch, length, embed] of tokens [batch, length]."""
-        mask = None  # besides causality: which keys [batch, 1, length, length] each token sees
+        mask = None
         if segment_ids is not None:
             mask = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
-        if continuation_ids is not None:  # 0 is the context, which all continuations see
-            keys = continuation_ids[:, None, None, :]
-            seen = (keys == 0) | (keys == continuation_ids[:, None, :, None])
-            mask = seen if mask is None else mask & seen
+        return self._run_whole(tokens, positions, mask)
+
+    def continuations(
+        self, tokens: jax.Array, positions: jax.Array, continuation_ids: jax.Array
+    ) -> jax.Array:
+        """The same of rows of a context, 0, which all its continuations, 1, 2, ..., see."""
+        keys = continuation_ids[:, None, None, :]
+        mask = (keys == 0) | (keys == continuation_ids[:, None, :, None])
+        return self._run_whole(tokens, positions, mask)
+
+    def _run_whole(
+        self, tokens: jax.Array, positions: jax.Array | None, mask: jax.Array | None
+    ) -> jax.Array:
+        """`mask` says, besides causality, which keys [batch, 1, length, length] a token sees."""
 
         def attend(before: Any, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
             return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
