@@ -1,6 +1,7 @@
 """Directories of tokens in every format that can be read, written without maxmars's own writers."""
 
 import hashlib
+import struct
 import tempfile
 
 import numpy as np
@@ -68,36 +69,57 @@ def write_llm_c(path, stream, magic=20240520, version=1, dtype="<u2"):
     path.write_bytes(header.tobytes() + stream.astype(dtype).tobytes())
 
 
-def write_tfds(data_dir, splits, *, shape, num_shards=2):
-    """A dataset by a real builder; `splits` maps names to lists of records. Its directory."""
+def write_tfds(data_dir, splits, features, *, num_shards=2, file_format="array_record"):
+    """The set `made_up` by a builder of TFDS; `splits` maps names to examples. Its directory.
+
+    TFDS writes TFRecord by TensorFlow alone: its array_record is written anew as such.
+    """
     import tensorflow_datasets as tfds
 
-    feature = tfds.features.Tensor(shape=shape, dtype=np.uint16)
-
-    class Tokens(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    class MadeUp(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")
 
         def _info(self):
-            features = tfds.features.FeaturesDict({"tokens": feature})
-            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+            return tfds.core.DatasetInfo(
+                builder=self, features=tfds.features.FeaturesDict(features), disable_shuffling=True
+            )
 
         def _split_generators(self, dl_manager):
-            return {name: self._generate_examples(records) for name, records in splits.items()}
+            return {name: self._generate_examples(examples) for name, examples in splits.items()}
 
-        def _generate_examples(self, records):
-            for i, record in enumerate(records):
-                yield i, {"tokens": record.astype(np.uint16)}
+        def _generate_examples(self, examples):
+            yield from enumerate(examples)
 
-    builder = make_builder(Tokens, data_dir)
     tfds.disable_progress_bar()
-    options = tfds.download.DownloadConfig(num_shards=num_shards)
-    builder.download_and_prepare(download_config=options)
-    return data_dir / "tokens" / "1.0.0"
-
-
-def make_builder(cls, data_dir):
-    """A TFDS builder of array_record; the temporary directory that it leaves lies in `data_dir`."""
+    # Where a builder leaves a temporary directory.
     (data_dir / "temporary").mkdir(parents=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tempfile, "tempdir", str(data_dir / "temporary"))
-        return cls(data_dir=data_dir, file_format="array_record")
+        builder = MadeUp(data_dir=data_dir, file_format="array_record")
+    options = tfds.download.DownloadConfig(num_shards=num_shards)
+    builder.download_and_prepare(download_config=options)
+    directory = data_dir / "made_up" / "1.0.0"
+    if file_format == "tfrecord":
+        for path in list(directory.iterdir()):
+            _array_record_to_tfrecord(path)
+    return directory
+
+
+def _array_record_to_tfrecord(path):
+    """A file of a set, a shard or a description, in the place of itself."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    if path.suffix == ".json":
+        path.write_text(path.read_text().replace("array_record", "tfrecord"))
+        return
+    with path.with_name(path.name.replace("array_record", "tfrecord")).open("wb") as file:
+        for record in ArrayRecordReader(str(path)).read_all():
+            length = struct.pack("<Q", len(record))
+            for data in (length, record):
+                file.write(data + struct.pack("<I", _masked_crc32c(data)))
+    path.unlink()
+
+
+def _masked_crc32c(data):
+    crc = pytest.importorskip("google_crc32c").value(data)
+    return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF

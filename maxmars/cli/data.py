@@ -57,8 +57,8 @@ class PrepareArguments(CheckedConfig):
                                 only against a local imitation of the hub)
       hf:REPO[:config][:split]  a Hugging Face dataset, streamed, or a local
                                 directory of one
-      tfds:NAME[:split]         a TFDS dataset prepared as array_record; needs no
-                                TensorFlow
+      tfds:NAME[:split]         a set of TensorFlow Datasets as it lies on the disk
+                                (TFRecord, array_record); needs no TensorFlow
       python                    the sources of Python's standard library
     """
 
@@ -84,12 +84,13 @@ class PrepareArguments(CheckedConfig):
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|gpt2|FILE.json")] = "byte"
     """`byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json."""
     validation_fraction: Fraction | None = None
-    """Share to hold out for validation; None is 0.1, of the large datasets above less. Of each .txt
-    the end is held out; of other files and datasets the documents that a hash of their names says.
-    """
+    """Share to hold out for validation; None is 0.1, of the large datasets above less, unless there
+    is a validation split. Of each .txt the end is held out; of other files and datasets the
+    documents that a hash of their names says."""
     validation: Annotated[str | None, tyro.conf.arg(metavar="SOURCE")] = None
     """Take the validation split from here, and all of the first SOURCE for training: the dataset's
-    own split (`c4:validation`, hf:REPO:CONFIG:test), or other files."""
+    own split (`c4:validation`, hf:REPO:CONFIG:test), or other files. None takes `validation` or
+    `val` of tfds:NAME, if it has one."""
     text_field: str | None = None
     """Where the text is in a line or row: a field, or one within a field as in `document.text`;
     None is `text`, or what the dataset above has."""
@@ -147,15 +148,10 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
     source, separator = arguments.source, arguments.document_separator
     fraction = arguments.validation_fraction
     held_out = arguments.validation
-    if fraction is None:
-        preset = PRESETS.get(source.partition(":")[0])
-        fraction = 0.1 if preset is None else preset.validation_fraction
-    elif held_out is not None:
+    if fraction is not None and held_out is not None:
         raise UsageError(
             f"--validation {held_out} is the validation split; leave out --validation-fraction."
         )
-    if held_out is not None:
-        fraction = 0.0
     for written, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
         separator = separator and separator.replace(written, character)
     open_ = functools.partial(
@@ -164,8 +160,19 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
         data_dir=arguments.data_dir,
         separator=separator,
     )
+    corpus = open_(source)
+    if fraction is None:
+        held_out, preset = (
+            held_out or corpus.validation_source,
+            PRESETS.get(source.partition(":")[0]),
+        )
+        fraction = 0.1 if preset is None else preset.validation_fraction
+    if held_out is not None:
+        arguments, fraction = replace(arguments, validation=held_out), 0.0
+    else:
+        arguments = replace(arguments, validation_fraction=fraction)
     recipe = Recipe(
-        corpus=open_(source),
+        corpus=corpus,
         validation=None if held_out is None else open_(held_out),
         tokenizer=load(arguments.tokenizer, eot_token=arguments.eot_token),
         source=source if held_out is None else f"{source}, validation {held_out}",
@@ -174,9 +181,7 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
         task_bytes=arguments.task_bytes,
         allow_lossy=arguments.allow_lossy,
         skip_bad=arguments.skip_bad,
-        command=_command(
-            arguments if held_out else replace(arguments, validation_fraction=fraction)
-        ),
+        command=_command(arguments),
     )
     return Preparation(recipe, resolve(arguments.out))
 
@@ -194,6 +199,12 @@ def _prepare(arguments: PrepareArguments) -> int:
             status.update("looking at the text")
             corpora = filter(None, (recipe.corpus, recipe.validation))
             hints = list(filter(None, (corpus.hint() for corpus in corpora)))
+        if recipe.validation and not arguments.validation:
+            hints.append(
+                f"validation is {recipe.corpus.validation_source}, the data set's own; "
+                "--validation-fraction holds out a part of the source instead, --validation names "
+                "another."
+            )
         for hint in hints:
             print(f"note: {hint}", file=sys.stderr)
         preparation.run(workers, share or (0, 1))

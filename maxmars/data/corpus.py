@@ -114,6 +114,9 @@ class Corpus(abc.ABC):
     files: Sequence[CorpusFile]
     fingerprint: str
     """Changes when the documents do, as far as can be told without reading them."""
+    validation_source: str | None = None
+    """The SOURCE of `prepare` that is the data set's own validation split; None where it has none,
+    or where the corpus has that split in it."""
 
     @abc.abstractmethod
     def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:

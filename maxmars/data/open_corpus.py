@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from maxmars.config.errors import needs_extra
+from maxmars.config.errors import about, needs_extra
 from maxmars.data.corpus import (
     Corpus,
     CorpusFile,
@@ -128,13 +129,14 @@ def _hub_dataset(rest: str) -> HubDataset:
 
 
 class TfdsCorpus(Corpus):
-    """A TFDS dataset prepared in a format with random access; loads no TensorFlow.
+    """A set of TensorFlow Datasets as it lies on the disk; loads no TensorFlow.
 
-    Its files are the shards of the split.
+    Its files are the shards of the split: of TFRecord read from their first record on, of
+    array_record in ranges. Their documents have the same names in both.
 
     Raises:
-      FileNotFoundError: the dataset has not been prepared.
-      ValueError: there is no such split or field, or the format has no random access.
+      FileNotFoundError: the set has not been prepared, or has no such split.
+      ValueError: there is no such field.
     """
 
     def __init__(self, name: str, split: str, *, text_field: str, data_dir: str | None) -> None:
@@ -142,27 +144,32 @@ class TfdsCorpus(Corpus):
         self._name, self._split = name, split
         self._text_field = text_field
         self._data_dir = None if data_dir is None else os.path.expanduser(data_dir)
-        builder, records = self._open()
+        builder, part, records = self._opened
         features = list(builder.info.features or {})
         if text_field.partition(".")[0] not in features and text_field not in features:
             raise ValueError(f"tfds:{name}: it {no_field(text_field, features)}")
-        info = builder.info.splits[split]
-        lengths = list(info.shard_lengths) if "[" not in split else [len(records)]
+        is_slice = "[" in split
+        lengths = [int(part.num_examples)] if is_slice else list(part.shard_lengths)
+        total = None if is_slice else int(part.num_bytes)
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        total = int(info.num_bytes) if "[" not in split else None
-        rows = max(self._starts[-1], 1)
         self.files = [
             CorpusFile(
                 name=f"{builder.info.full_name}/{split}/{i}",
-                num_bytes=None if total is None else total * length // rows,
-                is_divisible=True,
+                num_bytes=None if total is None else total * length // max(sum(lengths), 1),
+                is_divisible=records is not None,
             )
             for i, length in enumerate(lengths)
         ]
         self.fingerprint = f"{self.files[0].name} {self._starts} {text_field}"
+        for own in _OWN_VALIDATION:
+            if own in builder.info.splits and own not in split:
+                self.validation_source = f"tfds:{name}:{own}"
+                break
 
-    def _open(self) -> tuple[Any, Any]:
-        """The builder, and the records of the split."""
+    @cached_property
+    def _opened(self) -> tuple[Any, Any, Any]:
+        """The builder, what it says of the split, and its records in a format with random access;
+        None where it has none."""
         import tensorflow_datasets as tfds
 
         try:
@@ -171,40 +178,72 @@ class TfdsCorpus(Corpus):
             builder = tfds.core.read_only_builder.builder_from_files(
                 self._name, data_dir=self._data_dir
             )
-            return builder, builder.as_data_source(split=self._split)
+            part = builder.info.splits[self._split]
+            is_tfrecord = {form.value for form in builder.info.available_file_formats()} == {
+                "tfrecord"
+            }
+            return builder, part, None if is_tfrecord else builder.as_data_source(split=self._split)
         except Exception as error:  # TFDS raises many kinds
             raise FileNotFoundError(
                 f"tfds:{self._name}:{self._split} cannot be opened ({type(error).__name__}: "
                 f"{str(error).strip().partition(chr(10))[0]}). It must have been prepared as "
-                f"array_record: run `tfds build {self._name} --file_format=array_record` where "
-                "TensorFlow is, and name its directory by --data-dir."
+                f"TFRecord or array_record: run `tfds build {self._name}` where TensorFlow is, and "
+                "name its directory by --data-dir."
             ) from error
-
-    @cached_property
-    def _records(self) -> Any:
-        return self._open()[1]
 
     def __getstate__(self) -> dict[str, Any]:
         """Everything but open files."""
-        return {name: value for name, value in self.__dict__.items() if name != "_records"}
+        return {name: value for name, value in self.__dict__.items() if name != "_opened"}
 
     def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:
-        """The documents of a range of a shard."""
+        """The documents of a shard, or of a range of one that is divisible."""
         name = self.files[part.file].name
         start, end = self._starts[part.file], self._starts[part.file + 1]
-        first, last = (start + number for number in part.of(end - start))
-
-        def rows() -> Iterator[Row]:
-            for begin in range(first, last, _TFDS_ROWS):
-                indices = range(begin, min(begin + _TFDS_ROWS, last))
-                records = self._records.__getitems__(indices)
-                yield from _rows(records, self._text_field, begin - start)
-
-        for place, text in texts_of(rows(), name, on_bad):
+        first, last = part.of(end - start)
+        if self.files[part.file].is_divisible:
+            records = self._read_by_number(start + first, start + last)
+        else:
+            records = self._read_in_order(start, end)
+        for place, text in texts_of(_rows(records, self._text_field, first), name, on_bad):
             yield Document(f"{name}:{place}", (text,))
+
+    def _read_by_number(self, first: int, last: int) -> Iterator[Any]:
+        for begin in range(first, last, _TFDS_ROWS):
+            yield from self._opened[2].__getitems__(range(begin, min(begin + _TFDS_ROWS, last)))
+
+    def _read_in_order(self, first: int, last: int) -> Iterator[Any]:
+        """The records of the shards of TFRecord that begin with one of these numbers."""
+        import grain
+
+        builder, part, _ = self._opened
+        start = 0
+        for shard in part.file_instructions:
+            if first <= start < last:
+                records = grain.experimental.TFRecordIterDataset(shard.filename)
+                records = itertools.islice(records, shard.skip, shard.skip + shard.take)
+                yield from _examples(records, builder.info.features, shard)
+            start += shard.take
+
+
+def _examples(records: Iterable[bytes], features: Any, shard: Any) -> Iterator[Any]:
+    """The examples in some records of a shard, none of which may be missing."""
+    count = 0
+    with about(shard.filename):
+        try:
+            for record in records:
+                yield features.deserialize_example_np(record)
+                count += 1
+        except OSError:
+            raise
+        except Exception as error:  # Grain's, protobuf's or TFDS's
+            raise ValueError(f"{_DAMAGED} ({error}).") from error
+        if count < shard.take:
+            raise ValueError(f"{_DAMAGED} (only {shard.skip + count:,} records).")
 
 
 _TFDS_ROWS = 256
+_OWN_VALIDATION = ("validation", "val")
+_DAMAGED = "it is damaged or cut short; copy or build it again"
 
 
 class HubCorpus(Corpus):

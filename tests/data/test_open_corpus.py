@@ -2,6 +2,7 @@ import gzip
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -10,9 +11,12 @@ import numpy as np
 import pytest
 from fake_hub import fake_hub
 from refusals import refused
-from token_directories import make_builder
+from token_directories import write_tfds
 
+from maxmars.cli import main
+from maxmars.data import documents
 from maxmars.data.corpus import FileRange
+from maxmars.data.metadata import read_metadata
 from maxmars.data.open_corpus import PRESETS, open_corpus
 from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import ByteTokenizer
@@ -27,62 +31,50 @@ def texts_of(corpus, count=1):
     return [text for part in parts for d in corpus.read(part) for text in d.blocks]
 
 
-@pytest.fixture(scope="module")
-def tfds_dir(tmp_path_factory):
-    """A real TFDS dataset, built without TensorFlow."""
+def write_prose(data_dir, file_format, **more):
+    """A set of TFDS, built without TensorFlow."""
     import tensorflow_datasets as tfds
 
-    class Prose(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version("1.0.0")
+    splits = {"train": TEXTS, "test": ["a", "b", "c"]} | more
+    examples = {s: [{"text": t, "id": i} for i, t in enumerate(ts)] for s, ts in splits.items()}
+    features = {"text": tfds.features.Text(), "id": np.int64}
+    write_tfds(data_dir, examples, features, num_shards=3, file_format=file_format)
+    return str(data_dir)
 
-        def _info(self):
-            features = {"text": tfds.features.Text(), "id": np.int64}
-            return tfds.core.DatasetInfo(
-                builder=self,
-                features=tfds.features.FeaturesDict(features),
-                disable_shuffling=True,
-            )
 
-        def _split_generators(self, manager):
-            del manager
-            return {"train": self._generate_examples(TEXTS), "test": self._generate_examples("abc")}
-
-        def _generate_examples(self, texts):
-            for i, text in enumerate(texts):
-                yield i, {"text": text, "id": i}
-
-    directory = tmp_path_factory.mktemp("tfds")
-    builder = make_builder(Prose, directory)
-    config = tfds.download.DownloadConfig(num_shards=3)
-    builder.download_and_prepare(download_config=config)
-    return str(directory)
+@pytest.fixture(scope="module", params=["array_record", "tfrecord"])
+def tfds_dir(request, tmp_path_factory):
+    return write_prose(tmp_path_factory.mktemp("tfds"), request.param)
 
 
 def test_tfds(tfds_dir, tmp_path):
     for source, expected in (
-        ("tfds:prose", TEXTS),
-        ("tfds:prose:test", ["a", "b", "c"]),
-        ("tfds:prose:1.0.0:test", ["a", "b", "c"]),
-        ("tfds:prose:1.0.0", TEXTS),
-        ("tfds:prose:train[:10%]", TEXTS[:25]),
+        ("tfds:made_up", TEXTS),
+        ("tfds:made_up:test", ["a", "b", "c"]),
+        ("tfds:made_up:1.0.0:test", ["a", "b", "c"]),
+        ("tfds:made_up:1.0.0", TEXTS),
+        ("tfds:made_up:train[:10%]", TEXTS[:25]),
+        ("tfds:made_up:train[30%:50%]", TEXTS[75:125]),  # from within a shard into another
     ):
         assert texts_of(open_corpus(source, data_dir=tfds_dir)) == expected
-    corpus = open_corpus("tfds:prose", data_dir=tfds_dir)
+    corpus = open_corpus("tfds:made_up", data_dir=tfds_dir)
     assert len(corpus.files) == 3
-    assert texts_of(corpus, count=7) == TEXTS
+    if corpus.files[0].is_divisible:
+        assert texts_of(corpus, count=7) == TEXTS
     assert texts_of(pickle.loads(pickle.dumps(corpus))) == TEXTS  # as workers get it
-    # Its few files are no texts and small, so that the last rows of each are held out.
-    options = {"source": "tfds:prose", "tokenizer": ByteTokenizer(), "task_bytes": 1000}
+    options = {"source": "tfds:made_up", "tokenizer": ByteTokenizer(), "task_bytes": 1000}
     metadata = prepare(corpus, tmp_path / "out", **options)
-    assert metadata.splits["train"].num_documents + metadata.splits["val"].num_documents == 250
+    # The same documents of either kind of file.
+    assert metadata.splits["train"].num_documents == 225
+    assert metadata.splits["val"].num_documents == 25
 
 
 @pytest.mark.parametrize(
     ("name", "field", "error"),
     [
-        ("prose", "body", ValueError),
-        ("prose:nowhere", None, FileNotFoundError),
-        ("prose:2.0.0", None, FileNotFoundError),
+        ("made_up", "body", ValueError),
+        ("made_up:nowhere", None, FileNotFoundError),
+        ("made_up:2.0.0", None, FileNotFoundError),
         ("lm1b", None, FileNotFoundError),
     ],
 )
@@ -93,14 +85,62 @@ def test_tfds_errors(tfds_dir, tmp_path, monkeypatch, name, field, error):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("damage", ["cut", "cut between records", "changed", "gone"])
+def test_a_damaged_shard_of_tfrecord(tmp_path, damage):
+    write_prose(tmp_path, "tfrecord")
+    shard = tmp_path / "made_up" / "1.0.0" / "made_up-train.tfrecord-00001-of-00003"
+    data = shard.read_bytes()
+    length = int.from_bytes(data[:8], "little") + 16
+    if damage == "gone":
+        shard.unlink()
+    else:
+        cut = {"cut": data[:-3], "cut between records": data[:length]}
+        shard.write_bytes(cut.get(damage, data[:12] + b"\xff" * 9 + data[21:]))
+    with refused((FileNotFoundError, ValueError), shard):
+        texts_of(open_corpus("tfds:made_up", data_dir=str(tmp_path)))
+
+
 def test_tfds_loads_no_tensorflow(tfds_dir):
     code = (
         "import sys; from maxmars.data.corpus import FileRange;"
         "from maxmars.data.open_corpus import open_corpus;"
-        f"corpus = open_corpus('tfds:prose', data_dir={tfds_dir!r});"
+        f"corpus = open_corpus('tfds:made_up', data_dir={tfds_dir!r});"
         "assert len(list(corpus.read(FileRange(0)))); assert 'tensorflow' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("splits", "words", "command", "val"),
+    [
+        (("val", "validation"), [], "--validation tfds:made_up:validation", ["validation"]),
+        (("val",), [], "--validation tfds:made_up:val", ["val"]),
+        ((), [], "--validation-fraction 0.1", TEXTS),
+        (("val",), ["--validation-fraction", "0.2"], "--validation-fraction 0.2", TEXTS),
+        (("val",), ["--validation", "tfds:made_up:test"], "--validation tfds:made_up:test", "abc"),
+    ],
+)
+def test_the_own_validation_split_of_a_set(tmp_path, capsys, splits, words, command, val):
+    directory = write_prose(tmp_path, "tfrecord", **{split: [split] * 3 for split in splits})
+    out = ["tfds:made_up", str(tmp_path / "out"), "--data-dir", directory, "--workers", "0"]
+    main(["data", "prepare", *out, *words])
+    metadata = read_metadata(tmp_path / "out")
+    assert command in metadata.command
+    held_out = documents(tmp_path / "out", "val")
+    assert {held_out.tokenizer.decode(tokens[:-1]) for tokens in held_out} <= set(val)
+    said = f"{command.split()[-1]}, the data set's own" in capsys.readouterr().err
+    assert said == (not words and bool(splits))
+    again = shlex.split(metadata.command.replace(f"{tmp_path}/out", f"{tmp_path}/again"))
+    main([*again[1:], "--workers", "0"])
+    assert read_metadata(tmp_path / "again").splits == metadata.splits
+
+
+def test_the_validation_split_of_a_set_as_its_text(tmp_path):
+    """It is not for validation as well."""
+    directory = write_prose(tmp_path, "array_record", validation=TEXTS[:40])
+    for split in ("validation", "train+validation"):
+        corpus = open_corpus(f"tfds:made_up:{split}", data_dir=directory)
+        assert corpus.validation_source is None
 
 
 def write_parquet(path, rows, field="text"):

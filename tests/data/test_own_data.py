@@ -117,11 +117,18 @@ def test_a_mixture_with_tokens_fills_in_what_they_lack(tmp_path):
 
 
 def test_the_examples_read_tfds_and_hugging_face(tmp_path):
+    import tensorflow_datasets as tfds
+
     stream = np.random.default_rng(0).integers(0, 257, 1 + 20 * LENGTH)
     even = {"train": np.split(stream[:-1], 10), "test": np.split(stream[:320], 10)}
     ragged = {"train": np.split(stream, [5, 6, 170]), "validation": np.split(stream, [99])}
     for number, (records, shape) in enumerate(((even, (2 * LENGTH,)), (ragged, (None,)))):
-        directory = write_tfds(tmp_path / str(number), records, shape=shape)
+        examples = {
+            split: [{"tokens": tokens.astype(np.uint16)} for tokens in some]
+            for split, some in records.items()
+        }
+        feature = {"tokens": tfds.features.Tensor(shape=shape, dtype=np.uint16)}
+        directory = write_tfds(tmp_path / str(number), examples, feature)
         options = {"path": str(directory)}
         data = GrainConfig(source=f"{EXAMPLES}:from_tfds", options=options, order="sequential")
         for split, tokens in records.items():

@@ -9,6 +9,7 @@ import jax
 import pytest
 from running import environment, finish, start_python, wait_until
 from tiny import SOPHIA_FILE
+from token_directories import write_tfds
 
 from maxmars.checkpoint import list_steps
 
@@ -52,6 +53,37 @@ def test_a_killed_run_is_computed_again_from_before_the_kill(tmp_path, byte_toke
         environment=environment(tmp_path / "cache", devices=2),
     )
     check(audited, 60)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.slow
+@pytest.mark.parametrize("file_format", ["array_record", "tfrecord"])
+def test_from_a_set_of_tfds_to_text(tmp_path, file_format):
+    """On the command line, with the set's own validation split."""
+    import tensorflow_datasets as tfds
+
+    texts = {"train": 60, "validation": 5, "test": 5}
+    examples = {s: [{"text": f"{s} {i}\n" * 40} for i in range(n)] for s, n in texts.items()}
+    write_tfds(tmp_path, examples, {"text": tfds.features.Text()}, file_format=file_format)
+    tokens, prepare = tmp_path / "tokens", ["-m", "maxmars", "data", "prepare", "tfds:made_up"]
+    code, output = finish(start_python(tmp_path, *prepare, tokens, "--data-dir", tmp_path))
+    assert code == 0, output
+    assert "tfds:made_up:validation" in output
+    options = ["--model.num-layers", 1, "--model.embed-dim", 32, "--model.max-seq-len", 32]
+    options += ["--global-batch-size", 4, "--model.scan-unroll", 1, "--schedule.warmup-steps", 2]
+    audited = kill_and_continue(
+        tmp_path,
+        f"quickstart:data={tokens}",
+        options,
+        steps=60,
+        every=4,
+        environment=environment(tmp_path / "cache"),
+    )
+    check(audited, 60)
+    generate = ["-m", "maxmars", "generate", tmp_path / "run", "--prompt", "train 1"]
+    code, output = finish(start_python(tmp_path, *generate, "--max-new-tokens", 4))
+    assert code == 0, output
+    assert "train 1" in output
 
 
 @pytest.mark.gpu
