@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -92,6 +92,10 @@ _WORST: tuple[Phase, ...] = ("ready", "coming", "leaving", "gone", "failed")
 
 class UnansweredError(ValueError):
     """gcloud failed, and may work later, as when Google's service is overloaded."""
+
+
+class UnreachedError(Exception):
+    """Not every host answers by ssh."""
 
 
 @dataclass(frozen=True)
@@ -419,35 +423,29 @@ class TpuOptions(RunOptions, TpuVm):
         return self.gcloud("queued-resources", *words, *options)
 
 
-class HostsLostError(Exception):
-    """Not every host answers."""
-
-
-# What the launcher does until the run has ended:
-#
-#   _obtain   ask Google; create, wait or delete until the TPU is READY
-#   _start    copy three files to each host; status, install, start on all of them
-#   _follow   show the first host's log by ssh
-#   wait      ask all hosts how their processes ended
-#
-# A host answers a command of host.sh by a line such as `[maxmars-host] t1v-n-3 exited 0`. Where one
-# of the four raises HostsLostError (the TPU was preempted, a host has rebooted) all begins anew by
-# `_obtain`. Nothing is remembered from before, so that the same command may also be given again
-# after this program was killed.
 class Launcher:
-    """Brings a run to its end on one TPU.
+    """Brings a run to its end: looks at the TPU, does the one thing that is missing, looks again.
 
-    The run itself refuses starts that come to nothing, by an error of its own.
+    Nothing is remembered from before, so that the same command may be given again after this
+    program was killed. A host answers a command of host.sh by a line such as
+    `[maxmars-host] t1v-n-3 exited 0`. The run itself refuses starts that come to nothing, by an
+    error of its own.
     """
 
     def __init__(self, options: TpuOptions, job: Job) -> None:
         """Take over a run, at whatever point it stands."""
         self._tpu, self._job = options, job
-        self._restarts = 0
         self._answered = False  # whether gcloud has answered
-        self._reached = False  # whether ssh has worked on this TPU
+        self._starts = 0  # of the run, seen or made here, and creations for lack of capacity
+        self._failures = 0  # of ssh, one after another
         self._seen = 0  # lines of the first host's log
+        self._forget_hosts()
         self._cost = f"The TPU costs until `maxmars launch tpu-vm delete {options.where}`."
+
+    def _forget_hosts(self) -> None:
+        self._is_new = False  # whether this program has created the TPU, and started nothing yet
+        self._has_files = False  # whether the hosts have: then ssh has worked
+        self._is_under_way = False
 
     def run(self) -> int:
         """Run to the end; the exit code: 0 when all steps are done, 75 after `stop`.
@@ -456,57 +454,99 @@ class Launcher:
           ValueError: the run failed, the TPU cannot be had, or too many restarts.
         """
         _check_agent(self._tpu)
+        shown = ""
         while True:
-            try:
-                hosts = self._obtain()
-                self._start(hosts)
-                return self._follow_to_the_end(hosts)
-            except HostsLostError as error:
-                reason = str(error)
-            self._restarts += 1
-            if self._restarts > self._tpu.max_restarts:
-                raise ValueError(
-                    f"{reason}, and --max-restarts {self._tpu.max_restarts} are used up; the same "
-                    f"command continues the run. {self._cost}"
-                )
-            log(f"{reason}; restart {self._restarts} of at most {self._tpu.max_restarts}")
+            state = self._ask(self._tpu.state)
+            if state.text != shown:
+                log(f"{self._tpu.name}: {state.text}")
+                shown = state.text
+            match state.phase:
+                case "missing":
+                    self._forget_hosts()
+                    self._create()
+                case "ready":
+                    code = self._bring_hosts_on(state.num_hosts)
+                    if code is not None:
+                        return code
+                case "gone":
+                    self._ask(self._tpu.remove)
+                case "failed":
+                    raise ValueError(
+                        f"{self._tpu.name} is of no use: {state.text}. Delete it with `maxmars "
+                        f"launch tpu-vm delete {self._tpu.where}` and launch again."
+                    )
+                case _:
+                    time.sleep(self._tpu.poll_s)
 
-    def _follow_to_the_end(self, hosts: int) -> int:
-        """Show the log, also while the hosts start the run again; the exit code as of `run`.
+    def _bring_hosts_on(self, hosts: int) -> int | None:
+        """Copy, start, or watch until the log ends; the exit code, as of `run`, at the end.
 
         Raises:
-          HostsLostError: the TPU was preempted, or a host has no process, as after its reboot.
+          ValueError: the run failed, too many restarts, or the hosts are not reached.
+        """
+        try:
+            if not self._has_files:
+                self._copy(hosts)
+                self._has_files = True
+            if self._is_under_way:
+                return self._watch(hosts)
+            states = self._on_all("status", hosts)
+            self._failures = 0
+            if all(map(_is_under_way, states.values())):
+                log(f"the run is already under way on {hosts} hosts")
+                self._starts = max(self._starts, 1)
+            else:
+                if not self._is_new:
+                    self._count_start("not every host has a process")
+                self._start(states, hosts)
+            self._is_new, self._is_under_way, self._seen = False, True, 0
+        except UnreachedError as error:
+            self._failures += 1
+            if self._failures == _SSH_TRIES:
+                raise ValueError(
+                    f"{error}; if they stay away, `maxmars launch tpu-vm delete {self._tpu.where}`"
+                    f", and the same command then makes a new TPU with other hosts. {self._cost}"
+                ) from error
+            time.sleep(self._tpu.poll_s)
+        return None
+
+    def _watch(self, hosts: int) -> int | None:
+        """Show the first host's log; the exit code when the run has ended on all hosts."""
+        ended, self._seen = self._tpu.follow_log(self._seen)
+        states = self._on_all(f"wait {_END_S}" if ended else "status", hosts)
+        self._failures = 0
+        if not ended or all(map(_is_under_way, states.values())):  # or the connection broke
+            time.sleep(self._tpu.poll_s)  # as the hosts do between two starts
+            return None
+        self._is_under_way = False
+        is_there = self._ask(self._tpu.state).phase == "ready"
+        return self._end(states, hosts) if is_there else None
+
+    def _end(self, states: Mapping[str, str], hosts: int) -> int | None:
+        """The exit code, as of `run`, where the run has ended on all hosts; None where hosts have
+        lost it, as by a reboot.
+
+        Raises:
           ValueError: the run failed.
         """
-        while True:
-            self._follow()
-            ended = self._on_all(f"wait {_END_S}", hosts)
-            # From the best answer to the worst: all are done; one was stopped, so all were; the
-            # hosts are between two starts of the run; else it failed, or hosts are lost.
-            states = set(ended.values())
-            if states == {"exited 0"}:
-                log(f"done: all steps; results are in {self._job.workdir}")
-                if self._tpu.delete_when_done:
-                    self._ask(self._tpu.remove)
-                log(
-                    f"deleted the TPU {self._tpu.name}"
-                    if self._tpu.delete_when_done
-                    else self._cost
-                )
-                return 0
-            if any(state.startswith("stopped") for state in states):
-                log(f"the run was stopped and saved; the same command continues. {self._cost}")
-                return _STOPPED
-            if not all(map(_is_under_way, states)):
-                break
-            time.sleep(self._tpu.poll_s)  # as the hosts do
-        told = ", ".join(f"{host} {state}" for host, state in sorted(ended.items()))
-        self._check_is_there()
-        if not any(state.startswith("exited") for state in states - {"exited 0"}):
-            raise HostsLostError(f"not every host has a process ({told})")
+        different = set(states.values())
+        if different == {"exited 0"}:
+            log(f"done: all steps; results are in {self._job.workdir}")
+            if self._tpu.delete_when_done:
+                self._ask(self._tpu.remove)
+                log(f"deleted the TPU {self._tpu.name}")
+            else:
+                log(self._cost)
+            return 0
+        if any(state.startswith("stopped") for state in different):
+            log(f"the run was stopped and saved; the same command continues. {self._cost}")
+            return _STOPPED
+        if not any(state.startswith("exited") for state in different - {"exited 0"}):
+            return None
         self._on_all("kill", hosts)  # the others would wait for the one that failed
+        listed = ", ".join(f"{host} {state}" for host, state in sorted(states.items()))
         raise ValueError(
-            f"the run failed ({told}); its log is above, each host's in "
+            f"the run failed ({listed}); its log is above, each host's in "
             f"{self._job.workdir}/logs. {self._cost}"
         )
 
@@ -526,65 +566,47 @@ class Launcher:
                 time.sleep(self._tpu.poll_s)
         raise AssertionError("unreachable")
 
-    def _obtain(self) -> int:
-        """Have the TPU ready, created if need be; the number of its hosts."""
-        logged = ""
-        while True:
-            state = self._ask(self._tpu.state)
-            if state.text != logged:
-                logged = state.text
-                log(f"{self._tpu.name}: {state.text}")
-            if state.phase == "ready":
-                return state.num_hosts
-            if state.phase == "failed":
-                raise ValueError(
-                    f"{self._tpu.name} is of no use: {state.text}. Delete it with "
-                    f"`maxmars launch tpu-vm delete {self._tpu.where}` and launch again."
-                )
-            if state.phase == "missing":
-                self._create()
-            elif state.phase == "gone":
-                self._ask(self._tpu.remove)
-            else:
-                time.sleep(self._tpu.poll_s)
+    def _count_start(self, reason: str) -> None:
+        if self._starts > self._tpu.max_restarts:
+            raise ValueError(
+                f"{reason}, and --max-restarts {self._tpu.max_restarts} are used up; the same "
+                f"command continues the run. {self._cost}"
+            )
+        if self._starts:
+            log(f"{reason}; restart {self._starts} of at most {self._tpu.max_restarts}")
+        self._starts += 1
 
     def _create(self) -> None:
-        tpu, self._reached = self._tpu, False
+        """Create the TPU, if there is capacity."""
+        tpu, is_first = self._tpu, not self._starts
+        self._count_start("the TPU was preempted")
         verb = "asking for" if tpu.queued else "creating"
         count = "a" if tpu.num_slices == 1 else f"{tpu.num_slices} slices of"
         log(f"{tpu.name}: {verb} {count} {'spot ' if tpu.spot else ''}{tpu.accelerator}")
         done = run_program(tpu.create())
+        self._is_new = True
         if done.returncode == 0 or "ALREADY_EXISTS" in done.stderr:
             return
         # A preempted TPU often finds no capacity for some minutes. Before the first start the user
         # should hear of it.
         short = any(word in done.stderr.lower() for word in _CAPACITY)
-        if short and self._restarts and self._restarts < tpu.max_restarts:
-            self._restarts += 1
-            log(f"there is no capacity; restart {self._restarts}")
-            time.sleep(tpu.poll_s)
-            return
-        hint = " --queued waits for capacity." if short and not tpu.queued else ""
-        raise ValueError(f"gcloud could not create {tpu.name}: {problem(done)}.{hint}")
+        if not short or is_first:
+            hint = " --queued waits for capacity." if short and not tpu.queued else ""
+            raise ValueError(f"gcloud could not create {tpu.name}: {problem(done)}.{hint}")
+        log("there is no capacity")
+        time.sleep(tpu.poll_s)
 
-    def _start(self, hosts: int) -> None:
-        """Have a process run on every host, all started at once."""
+    def _copy(self, hosts: int) -> None:
+        """Copy the source, host.sh and the environment to every host."""
         with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
-            copy = self._tpu.copy(_write_files(self._tpu, self._job, Path(folder)))
-            for _ in range(_SSH_TRIES):
-                if (done := run_program(copy)).returncode == 0:
-                    break
-                self._wait_for_ssh(done)
-            else:
-                self._on_all("status", hosts, tries=1)  # tells which hosts fail
-                raise HostsLostError(f"scp fails ({problem(done)})")
-            self._reached = True
-        states = set(self._on_all("status", hosts).values())
-        if all(map(_is_under_way, states)):
-            log(f"the run is already under way on {hosts} hosts")
-            return
-        # Processes of one run must start together: they meet at the coordinator.
-        if any(map(_is_under_way, states)):  # on some of them only
+            done = run_program(self._tpu.copy(_write_files(self._tpu, self._job, Path(folder))))
+        if done.returncode:
+            self._on_all("status", hosts)  # tells how many hosts fail, if some do
+            raise UnreachedError(f"scp fails ({problem(done)})")
+
+    def _start(self, states: Mapping[str, str], hosts: int) -> None:
+        """Have a process on every host, all started at once: they meet at the coordinator."""
+        if any(map(_is_under_way, states.values())):  # on some of them only
             self._on_all("kill", hosts)
         log(f"installing on {hosts} hosts")
         installed = self._on_all("install", hosts, show=True)
@@ -592,67 +614,27 @@ class Launcher:
         if failed:
             raise ValueError(f"could not install on {', '.join(sorted(failed))}: see above.")
         log(f"starting on {hosts} hosts")
-        self._seen = 0
         self._on_all("start", hosts)
 
-    def _on_all(
-        self, words: str, hosts: int, *, show: bool = False, tries: int = _SSH_TRIES
-    ) -> dict[str, str]:
-        """State of every host after a command of host.sh, whose output is shown or not."""
-        for _ in range(tries):
-            done = run_program(self._tpu.ssh(words))
-            lines = done.stdout.splitlines()
-            states = _read_reports(lines)
-            if len(states) >= hosts:
-                for line in lines if show else ():
-                    if not _REPORT.search(line):
-                        log(line)
-                return states
-            self._wait_for_ssh(done)
-        text = f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})"
-        if states:
-            raise ValueError(
-                f"{text}; if they stay away, `maxmars launch tpu-vm delete {self._tpu.where}`, and "
-                f"the same command then makes a new TPU with other hosts. {self._cost}"
-            )
-        if not self._reached:
-            raise ValueError(f"ssh never worked on {self._tpu.name}: {problem(done)}. {self._cost}")
-        raise HostsLostError(text)
-
-    def _follow(self) -> None:
-        """Show the first host's log until its process ends; a lost connection is taken up again."""
-        failures = 0
-        while failures < _SSH_TRIES:
-            before = self._seen
-            ended, self._seen = self._tpu.follow_log(before)
-            if ended:
-                return
-            self._wait_for_ssh()
-            # Lines that came through show that this connection was sound: the count starts again.
-            failures = 1 if self._seen > before else failures + 1
-        raise HostsLostError("the connection to the first host breaks again and again")
-
-    def _wait_for_ssh(self, failed: subprocess.CompletedProcess[str] | None = None) -> None:
-        """Wait before another try.
+    def _on_all(self, words: str, hosts: int, *, show: bool = False) -> dict[str, str]:
+        """State of every host after a command of host.sh, whose output is shown or not.
 
         Raises:
-          HostsLostError: the TPU is no longer there.
-          ValueError: what failed would fail again.
+          UnreachedError: not every host answers.
+          ValueError: nor will it.
         """
-        if failed is not None:
-            lasting = _NO_PERMISSION.search(failed.stderr)
-            if lasting or (_NO_ROUTE.search(failed.stderr) and not self._reached):
-                raise ValueError(
-                    f"the hosts of {self._tpu.name} cannot be reached from here: "
-                    f"{problem(failed)}. {self._cost}"
-                )
-        self._check_is_there()
-        time.sleep(self._tpu.poll_s)
-
-    def _check_is_there(self) -> None:
-        state = self._ask(self._tpu.state)
-        if state.phase != "ready":
-            raise HostsLostError(f"the TPU was preempted ({state.text})")
+        done = run_program(self._tpu.ssh(words))
+        lines = done.stdout.splitlines()
+        states = _read_reports(lines)
+        if len(states) < hosts:
+            self._check_way(done)
+            raise UnreachedError(
+                f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})"
+            )
+        for line in lines if show else ():
+            if not _REPORT.search(line):
+                log(line)
+        return states
 
 
 def _is_under_way(state: str) -> bool:

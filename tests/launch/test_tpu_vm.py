@@ -145,10 +145,10 @@ QUEUE_FAILED, STOPPED = {"queued": ["FAILED"], "node": []}, {"node": ["STOPPED"]
 COSTS = "tpu-vm delete"  # until then
 # What is wrong, options, what is told, and the numbers of creations, copies and other calls by ssh.
 LASTING = {
-    "ssh": ({"ssh_failures": 10_000}, "", ["255", COSTS], (1, 4, 1)),
-    "rights": ({"ssh_failures": 10_000, "ssh_error": DENIED}, "", [DENIED, COSTS], (1, 1, 0)),
-    "route": ({"ssh_failures": 10_000, "ssh_error": NO_ROUTE}, "", [NO_ROUTE, COSTS], (1, 1, 0)),
-    "a host": ({"unreachable": [1]}, "", ["1 of 2 hosts", COSTS], (1, 4, 1)),
+    "ssh": ({"ssh_failures": 10_000}, "", ["255", COSTS], (1, 4, 4)),
+    "rights": ({"ssh_failures": 10_000, "ssh_error": DENIED}, "", [DENIED, COSTS], (1, 1, 1)),
+    "route": ({"ssh_failures": 10_000, "ssh_error": NO_ROUTE}, "", [NO_ROUTE, COSTS], (1, 1, 1)),
+    "a host": ({"unreachable": [1]}, "", ["1 of 2 hosts", COSTS], (1, 4, 4)),
     "rights to ask": ({"describe_error": DENIED}, "", [DENIED], (0, 0, 0)),
     "project": ({"describe_error": NO_PROJECT}, "", ["--project"], (0, 0, 0)),
     "rights to create": ({"creations": [{"error": DENIED}]}, "", [DENIED], (1, 0, 0)),
@@ -331,7 +331,7 @@ sleep 0.3; touch "$FAKE_CLOUD/once"; echo '["PREEMPTED"]' >"$FAKE_CLOUD/node"; e
 """)
     assert launch(*START, "--spot") == 0
     output = capsys.readouterr().out
-    assert "restart 3\n" in output
+    assert "restart 3 of" in output
     assert cloud.count(" create ") == 4
     assert cloud.count(" scp ") == 2  # the new hosts knew nothing
     assert " delete --name run1 --zone us-east5-a`" in output
