@@ -627,7 +627,12 @@ class Launcher:
         lines = done.stdout.splitlines()
         states = _read_reports(lines)
         if len(states) < hosts:
-            self._check_way(done)
+            lasting = _NO_PERMISSION.search(done.stderr)
+            if lasting or (_NO_ROUTE.search(done.stderr) and not self._has_files):
+                raise ValueError(
+                    f"the hosts of {self._tpu.name} cannot be reached from here: {problem(done)}. "
+                    f"{self._cost}"
+                )
             raise UnreachedError(
                 f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})"
             )
