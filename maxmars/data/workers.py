@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, CancelledError, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import connection, get_context, parent_process
 from typing import Any
@@ -17,10 +18,6 @@ _UPDATE_S = 0.5
 
 Work = Callable[[int, Callable[[int], None]], None]
 """Does the work of a number; calls the function that it is given with the bytes done since."""
-
-
-class _StoppedError(Exception):
-    """Another process has failed."""
 
 
 def work_through(
@@ -38,16 +35,19 @@ def work_through(
       ChildProcessError: a process has died.
     """
     if workers == 0:
-        num_done = num_bytes = 0
+        num_done, num_bytes, told_s = 0, 0, time.monotonic()
 
-        def report(num_new: int) -> None:
-            nonlocal num_bytes
+        def report(num_new: int) -> None:  # of each document
+            nonlocal num_bytes, told_s
             num_bytes += num_new
-            progress(num_done, num_bytes)
+            if time.monotonic() > told_s + _UPDATE_S:
+                told_s = time.monotonic()
+                progress(num_done, num_bytes)
 
         for number in numbers:
             work(number, report)
             num_done += 1
+            progress(num_done, num_bytes)
         return
     if not numbers:
         return
@@ -109,7 +109,7 @@ def _work(number: int) -> tuple[Exception | None, list[str]]:
         with count.get_lock():
             count.value += num_bytes
         if stop.is_set():
-            raise _StoppedError
+            raise CancelledError  # another process has failed
 
     try:
         work(number, report)
