@@ -377,7 +377,7 @@ def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
         print_rates({f"{rows} rows, {name}": r for name, r in rates.items()}, "tokens/s", ",.1f")
         medians = {name: statistics.median(values) for name, values in rates.items()}
         found.append({"batch": rows, **medians})
-    return {"compute_dtype": model.config.compute_dtype, "tokens_per_sec": found}
+    return {"compute_dtype": getattr(model.config, "compute_dtype", None), "tokens_per_sec": found}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

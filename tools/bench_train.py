@@ -186,7 +186,7 @@ def make_steps(kind: str, config: TrainConfig, scratch: Path) -> Any:
     from maxmars.config import GPT2Config, to_dict
     from maxmars.train.auto import auto_dtype, with_compute_dtype
 
-    if config.model.compute_dtype == "auto":  # the same on both sides
+    if getattr(config.model, "compute_dtype", None) == "auto":  # the same on both sides
         platform = "gpu" if torch.cuda.is_available() else "cpu"
         config = with_compute_dtype(config, auto_dtype(platform))
 

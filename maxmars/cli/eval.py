@@ -116,7 +116,7 @@ class EvalArguments(CheckedConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.own is not None:
-            own = (Source.of(s, field="--own", example="my_eval.py:rhyme") for s in self.own)
+            own = (Source.parse(s, field="--own", example="my_eval.py:rhyme") for s in self.own)
             object.__setattr__(self, "own", tuple(own))
 
 

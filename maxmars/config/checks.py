@@ -53,6 +53,22 @@ AtMostOne = Annotated[T, Rule(lambda value: value <= 1, "must be at most 1")]
 NotEmpty = Annotated[str, Rule(bool, "must not be empty")]
 
 
+_EVERY_FIELD = (
+    Rule(
+        lambda value: all(math.isfinite(n) for n in _items(value) if isinstance(n, float)),
+        "must be a finite number",
+    ),
+    Rule(
+        lambda value: all(-(2**63) <= n < 2**63 for n in _items(value) if isinstance(n, int)),
+        "must lie in [-2**63, 2**63), the range of integers of 64 bits",
+    ),
+)
+
+
+def _items(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
 class CheckedConfig:
     """A dataclass that checks the types and rules of its fields; subclasses add what ties fields
     together.
@@ -61,32 +77,19 @@ class CheckedConfig:
     """
 
     def __post_init__(self) -> None:
-        hints = _hints(type(self))
-        for name, value in vars(self).items():
-            if not fits(value, hints[name]):
-                each = "a tuple, each item " if typing.get_origin(hints[name]) is tuple else ""
-                words = f"must be {each}{expected(hints[name])}"
-                raise RuleError(type(self), name, repr(value), words)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise RuleError(type(self), name, value, "must be a finite number")
-            for item in value if isinstance(value, tuple) else (value,):
-                if isinstance(item, int) and not -(2**63) <= item < 2**63:
-                    words = "must lie in [-2**63, 2**63), the range of integers of 64 bits"
-                    raise RuleError(type(self), name, value, words)
-        for name, rule in _rules(type(self)):
+        for name, hint in _hints(type(self)).items():
             value = getattr(self, name)
-            if value is not None and not rule.holds(value):
-                raise RuleError(type(self), name, value, rule.words)
+            if not fits(value, hint):
+                each = "a tuple, each item " if typing.get_origin(hint) is tuple else ""
+                raise RuleError(type(self), name, repr(value), f"must be {each}{expected(hint)}")
+            for rule in (*_EVERY_FIELD, *_rules_in(hint)):
+                if value is not None and not rule.holds(value):
+                    raise RuleError(type(self), name, value, rule.words)
 
 
 @functools.cache
 def _hints(config_class: type) -> dict[str, Any]:
     return typing.get_type_hints(config_class, include_extras=True)
-
-
-@functools.cache
-def _rules(config_class: type) -> list[tuple[str, Rule]]:
-    return [(name, rule) for name, hint in _hints(config_class).items() for rule in _rules_in(hint)]
 
 
 def _rules_in(hint: Any) -> list[Rule]:

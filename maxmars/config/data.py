@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -96,7 +95,8 @@ class GrainSource(CheckedConfig):
     thread."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "source", Source.of(self.source))
+        source = Source.parse(self.source, field="source", example="my_data.py:f")
+        object.__setattr__(self, "source", source)
         super().__post_init__()
         # So that a run that continues finds them unchanged.
         options = with_tuples(self.options, f"{type(self).__name__}.options")
@@ -167,9 +167,7 @@ class MixtureConfig(TokenOptions):
         stages = [tuple(part.weight for part in self.parts), *(c.weights for c in self.changes)]
         for weights in stages:
             require(
-                len(weights) == len(self.parts)
-                and all(0 <= weight < math.inf for weight in weights)
-                and sum(weights) > 0,
+                len(weights) == len(self.parts) and min(weights) >= 0 < sum(weights),
                 f"the weights {weights} of a mixture must be {len(self.parts)} finite numbers, "
                 "none negative and one above zero.",
             )

@@ -15,7 +15,6 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Generator, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -158,64 +157,30 @@ def choices_of(spec: str) -> dict[str, list[str]]:
     """The values that each choice of a CONFIG takes, by name, as a user writes them; none where any
     text is allowed."""
     path, _ = find_config(spec)
-    return {name: choice.shown for name, choice in _choices(path, _get_config(path)).items()}
+    return {name: list(words) for name, words in _choices(path, _get_config(path)).items()}
 
 
-@dataclass(frozen=True)
-class _Choice:
-    """The values that a parameter of `get_config` takes."""
-
-    words: dict[str, Any]
-    """Values by how they are written."""
-    takes_source: bool
-    """Whether it may be a function of the user's own."""
-
-    @property
-    def takes_text(self) -> bool:
-        """Whether it may be any text."""
-        return not (self.words or self.takes_source)
-
-    @property
-    def shown(self) -> list[str]:
-        """The values as a user writes them."""
-        return [*self.words, *(["FILE.py:NAME"] if self.takes_source else [])]
-
-    def __str__(self) -> str:
-        return "|".join(self.shown) or "TEXT"
-
-    def means(self, word: str, name: str) -> Any:
-        """The value that a word is; None if it is none.
-
-        Raises:
-          UsageError: it names a function in a file that does not exist.
-        """
-        if word in self.words or self.takes_text:
-            return self.words.get(word, word or None)
-        try:
-            source = Source.of(word, field=f"{name}.make") if self.takes_source else None
-        except ValueError:
-            return None
-        if source is not None and source.file and source.sha256 is None:
-            raise UsageError(f"{name}={word}: there is no file {source.file}.")
-        return source
+_OWN = "FILE.py:NAME"
+"""How a function of the user's own is written."""
 
 
-def _choices(path: Path, get_config: Callable[..., Any]) -> dict[str, _Choice]:
-    """The choices of a file, by name."""
+def _choices(path: Path, get_config: Callable[..., Any]) -> dict[str, dict[str, Any]]:
+    """The choices of a file: of each, its values by how they are written, with `_OWN` among them
+    where it may be a function of the user's own; none where it may be any text."""
     hints = typing.get_type_hints(get_config)
-    choices: dict[str, _Choice] = {}
+    choices: dict[str, dict[str, Any]] = {}
     for name in inspect.signature(get_config).parameters:
         kinds = kinds_of(hints.get(name))
-        words = [w for kind in kinds for w in typing.get_args(kind)]
+        values = {str(word): word for kind in kinds for word in typing.get_args(kind)}
         # Either any text (`str`), or Literals, a function of the user's own, or both.
         if hints.get(name) is not str and not (
-            words and all(k is Source or typing.get_origin(k) is Literal for k in kinds)
+            values and all(k is Source or typing.get_origin(k) is Literal for k in kinds)
         ):
             raise UsageError(
                 f"{path}: annotate {get_config.__name__}'s parameter `{name}` with its values, as "
                 f"in `{name}: Literal['a', 'b'] = 'a'`, or with `str` to allow any text."
             )
-        choices[name] = _Choice({str(word): word for word in words}, Source in kinds)
+        choices[name] = values | ({_OWN: Source} if Source in kinds else {})
     return choices
 
 
@@ -229,20 +194,24 @@ def _chosen(
     given: list[tuple[str, str]] = []
     for item in filter(None, re.split(r",(?=\w+=)", text)):  # other commas belong to a text
         name, _, word = item.partition("=")
-        last = choices.get(given[-1][0]) if given else None
-        if name not in choices and last is not None and last.takes_text:
+        if name not in choices and given and choices.get(given[-1][0]) == {}:
             given[-1] = (given[-1][0], f"{given[-1][1]},{item}")  # paths may hold `,b=` too
         else:
             given.append((name, word))
     chosen: dict[str, Any] = {}
     for name, word in [*given, *more.items()]:
         refuse_credentials(word, name)  # the journal has the command line
-        choice = choices.get(name)
-        value = choice.means(word, name) if choice and name not in chosen else None
-        if value is None:
-            known = [f"{n}={w}" for n, c in choices.items() for w in c.words or [""]]
+        values = choices.get(name)
+        if values is None or name in chosen:
+            value = None
+        elif values and word not in values and _OWN in values:
+            value = _own_function(name, word)
+        else:
+            value = values.get(word) if values else word or None
+        if value is None or value is Source:
+            known = [f"{n}={w}" for n, words in choices.items() for w in words or [""]]
             written = f"{name}={word}"
-            shown = ", ".join(f"{n}={c}" for n, c in choices.items())
+            shown = ", ".join(f"{n}={'|'.join(words) or 'TEXT'}" for n, words in choices.items())
             raise UsageError(
                 f"CONFIG {path}:{text}: {written!r} is not a choice{did_you_mean(written, known)}; "
                 f"the choices are {shown or 'none'}, each at most once."
@@ -250,8 +219,20 @@ def _chosen(
         chosen[name] = value
     for name, parameter in inspect.signature(get_config).parameters.items():
         if name not in chosen and parameter.default is parameter.empty:
-            raise UsageError(f"{path} needs the choice {name}={choices[name]}: {path}:{name}=....")
+            words = "|".join(choices[name]) or "TEXT"
+            raise UsageError(f"{path} needs the choice {name}={words}: {path}:{name}=....")
     return chosen
+
+
+def _own_function(name: str, word: str) -> Source | None:
+    """The function of the user's own that a word names; None if it names none."""
+    try:
+        source = Source.parse(word, field=f"{name}.make")
+    except ValueError:
+        return None
+    if source.file and source.sha256 is None:
+        raise UsageError(f"{name}={word}: there is no file {source.file}.")
+    return source
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -61,8 +61,6 @@ class GPT2Config(CheckedConfig):
     """Blocks per iteration of the scan over layers; more compiles longer and can run faster. None
     takes all on GPUs, and one elsewhere."""
 
-    make = None  # no function of the user's own, as a ModuleConfig has
-
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
@@ -121,11 +119,8 @@ class ModuleConfig(CheckedConfig):
     attribute `remat`. None keeps everything. `auto` takes None on CPUs and GPUs and the last of the
     policies, that of the least memory, on TPUs."""
 
-    # What these fields of GPT2Config say, a module decides by options of its own.
-    param_dtype = compute_dtype = None
-
     def __post_init__(self) -> None:
-        make = Source.of(self.make, field="model.make", example="my_model.py:make")
+        make = Source.parse(self.make, field="model.make", example="my_model.py:make")
         object.__setattr__(self, "make", make)
         super().__post_init__()
         taken = {"rngs", "vocab_size", "max_seq_len"} & self.options.keys()

@@ -318,8 +318,7 @@ class OptaxConfig(CheckedConfig):
     """Peak learning rate; the schedule multiplies it."""
 
     def __post_init__(self) -> None:
-        make = Source.of(self.make, field="optimizer.make", example="my_optimizer.py:make")
-        object.__setattr__(self, "make", make)
+        object.__setattr__(self, "make", Source.parse(self.make))
         super().__post_init__()
         options = with_tuples(self.options, "OptaxConfig.options")
         object.__setattr__(self, "options", options)

@@ -103,7 +103,8 @@ class EvalConfig(CheckedConfig):
         super().__post_init__()
         if self.own is None:
             return
-        own = tuple(Source.of(s, field="eval.own", example="my_eval.py:rhyme") for s in self.own)
+        example = "my_eval.py:rhyme"
+        own = tuple(Source.parse(s, field="eval.own", example=example) for s in self.own)
         object.__setattr__(self, "own", own)
         for source, other in itertools.combinations(own, 2):
             require(
@@ -293,29 +294,26 @@ def to_dict(config: Any) -> Any:
     return {"type": type(config).__name__} | fields
 
 
-_REMOVED = {
-    "hellaswag_too_long": (
-        "cut",
-        "export it with the code that wrote it, and go on by --init-from",
-    ),
-    "orthogonality_every": (
-        None,
-        "nothing measures it now; start anew, by --init-from from its weights",
-    ),
+_REMOVED: dict[str, tuple[Any, str]] = {
+    "hellaswag_too_long": ("cut", "contexts are always cut"),
+    "orthogonality_every": (None, "nothing measures it now"),
     "tpu_compiler_options": ("auto", "set LIBTPU_INIT_ARGS='--NAME=VALUE ...' in the environment"),
-    "document_end_id": (
-        None,
-        "train a new run with data.packing=split, from its weights by --init-from",
-    ),
-    "map": (None, "train a new run on GrainConfig(source=...) that maps maxmars.data.dataset(...)"),
+    "document_end_id": (None, "data.packing=split hides other documents"),
+    "map": (None, "GrainConfig(source=...) may map maxmars.data.dataset(...)"),
 }
-"""Fields of older records: the value of each where it was not in use, and the way out for a record
-that uses it."""
+"""Fields of older records: the value of each where it was not in use, and what there is instead."""
 _REMOVED_OPTIMIZERS = {
     "AdoptConfig": "optax.contrib:adopt",
     "SophiaConfig": "tools/examples/sophia.py:sophia",
 }
 """Classes of older records, and the function that makes the optimizer now."""
+
+
+def _removed(what: str, instead: str) -> ValueError:
+    return ValueError(
+        f"{what}, which this maxmars does not have: {instead}. Train a new run; it may start from "
+        "these weights: `maxmars export` by the code that wrote them, and --init-from the export."
+    )
 
 
 def from_dict(value: Any) -> Any:
@@ -334,28 +332,24 @@ def from_dict(value: Any) -> Any:
         return fields
     name = value["type"]
     if name in _REMOVED_OPTIMIZERS:
-        raise ValueError(
-            f"{name} is gone: train a new run with --optimizer.make {_REMOVED_OPTIMIZERS[name]}."
-        )
+        raise _removed(f"the optimizer is {name}", f"--optimizer.make {_REMOVED_OPTIMIZERS[name]}")
     if name not in _CONFIG_CLASSES:
         raise ValueError(f"unknown config type {name!r}; known: {', '.join(_CONFIG_CLASSES)}.")
     config_class = _CONFIG_CLASSES[name]
     for field_name in sorted(fields.keys() - {f.name for f in dataclasses.fields(config_class)}):
         field = fields.pop(field_name)
-        unused, way_out = _REMOVED.get(field_name, (None, ""))
+        unused, instead = _REMOVED.get(field_name, (None, ""))
         if field is None or field is False or field == unused:
             continue
-        if not way_out:
-            raise ValueError(
-                f"{name} has no field {field_name}; the config was written by another version of "
-                "maxmars."
-            )
-        raise ValueError(f"{name} sets {field_name}, which this maxmars does not have; {way_out}.")
-    if fields.get("packing") == "best_fit":
+        if instead:
+            raise _removed(f"{name} sets {field_name}", instead)
         raise ValueError(
-            f"{name} sets packing=best_fit, which this maxmars does not have; train a new run with "
-            "data.packing=split, or with GrainConfig(source='tools/examples/best_fit.py:windows')."
+            f"{name} has no field {field_name}; the config was written by another version of "
+            "maxmars."
         )
+    if fields.get("packing") == "best_fit":
+        example = "GrainConfig(source='tools/examples/best_fit.py:windows')"
+        raise _removed(f"{name} sets packing=best_fit", f"data.packing=split, or {example}")
     if config_class is Source:
         fields["is_recorded"] = True
     with relative_to(None):

@@ -36,43 +36,39 @@ class Source:
     sha256: str | None
     """Of the file's text when the config was made, in hex. None if there was no such file."""
     is_recorded: bool = field(default=False, compare=False)
-    """Whether a record names it: `load_function` then runs no file, only `recorded_copy` of it."""
+    """Whether a record names it: `load` then runs no file, only `recorded_copy` of it."""
 
     @classmethod
-    def parse(cls, text: str, *, field: str = "source", example: str = "my_data.py:f") -> Source:
-        """The function that `FILE.py:NAME` or `module:NAME` names, its file unread; an error says
-        field and example.
+    def parse(
+        cls,
+        source: Source | str,
+        *,
+        field: str = "optimizer.make",
+        example: str = "my_optimizer.py:make",
+    ) -> Source:
+        """The function that `FILE.py:NAME` names, with the digest of the file's present text; in
+        `optimizer.make` also `module:NAME` of an installed package. In a config file the path is
+        relative to that file (`relative_to`), elsewhere to the working directory.
 
         Raises:
-          ValueError: it is not written so.
+          ValueError: it is not written so, or a record names it by its text. The message says field
+            and example.
         """
-        file, _, function = text.rpartition(":")
-        if file.endswith(".py") and function.isidentifier():
-            return cls(file=file, function=function, sha256=None)
-        if file and all(part.isidentifier() for part in [*file.split("."), function]):
-            return cls(file="", function=text, sha256=None)
-        raise ValueError(f"{field}={text!r} must name a file and a function in it, as {example}.")
-
-    @classmethod
-    def of(
-        cls, source: Source | str, *, field: str = "source", example: str = "my_data.py:f"
-    ) -> Source:
-        """`parse` of a text, with the digest of its file. In a config file the path is relative to
-        that file (`relative_to`), elsewhere to the working directory."""
-        is_text = isinstance(source, str)
-        parsed = cls.parse(source, field=field, example=example) if is_text else source
-        if not parsed.file and field != "optimizer.make":
+        if not isinstance(source, str):
+            return source
+        file, _, function = source.rpartition(":")
+        is_package = not file.endswith(".py")
+        parts = [*file.split("."), function] if is_package else [function]
+        if not all(map(str.isidentifier, parts)) or (is_package and field != "optimizer.make"):
             raise ValueError(
-                f"{field}={str(parsed)!r} names a function of an installed package, which is "
-                f"possible for optimizer.make alone; name a file, as {example}."
+                f"{field}={source!r} must name a file and a function in it, as {example}; "
+                "optimizer.make may also name a function of an installed package."
             )
-        if not is_text:
-            return parsed
         if (folder := _FOLDER.get()) is None:
             raise ValueError(f"{field}={source!r}: a record has the SHA-256 of each file of code.")
-        if not parsed.file:
-            return parsed
-        return dataclasses.replace(parsed, file=str(folder / parsed.file)).as_it_is()
+        if is_package:
+            return cls(file="", function=source, sha256=None)
+        return cls(file=str(folder / file), function=function, sha256=None).as_it_is()
 
     def as_it_is(self) -> Source:
         """The same function with the digest of the text that the file has now."""
@@ -81,6 +77,37 @@ class Source:
         path = Path(self.file)
         digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
         return dataclasses.replace(self, sha256=digest)
+
+    def load(self, *, field: str = "source") -> Callable[..., Any]:
+        """The function; its file is run. An error says `field`.
+
+        Raises:
+          FileNotFoundError, ValueError: see `text`; there is no such function or package; or a
+            record names it, of which only copies in sources/ run (`recorded_copy`), and functions
+            of optax. Any other exception was raised by the file's own code.
+        """
+        if self.is_recorded and not self.function.startswith(("optax:", "optax.")):
+            raise ValueError(
+                f"{field}={self!r} is named by a record, of which only copies in sources/ and "
+                "functions of optax run; train again with a FILE.py:NAME that imports it."
+            )
+        module: Any
+        with about(f"{field}={self!r}"):
+            if self.file:
+                path, name = Path(self.file), self.function
+                module = _run(path.resolve(), str(path), self.text())
+            else:
+                package, _, name = self.function.partition(":")
+                try:
+                    module = importlib.import_module(package)
+                except ModuleNotFoundError as error:
+                    raise ValueError(
+                        f"{error}; install its package, or name a file, FILE.py:NAME."
+                    ) from error
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise ValueError(f"{field}={self!r}: {module.__name__} has no function {name!r}.")
+        return function
 
     def text(self) -> bytes:
         """The text of the file when the config was made. What was read once stays, so that a file
@@ -171,44 +198,6 @@ def with_sources(config: Any, change: Callable[[Source], Source]) -> Any:
     )
 
 
-def load_function(source: Source | str, *, field: str = "source") -> Callable[..., Any]:
-    """The function that a source is; its file is run. An error says `field`.
-
-    Raises:
-      FileNotFoundError, ValueError: see `Source.text`, or the file has no such function. Any other
-        exception was raised by the file's own code.
-    """
-    source = Source.of(source, field=field)
-    if source.is_recorded and not source.function.startswith(("optax:", "optax.")):
-        raise ValueError(
-            f"{field}={source!r} is named by a record, of which only copies in sources/ and "
-            "functions of optax run; train again with a FILE.py:NAME that imports it."
-        )
-    if not source.file:
-        return _of_package(*source.function.split(":"), field=field)
-    path = Path(source.file)
-    with about(f"{field}={source!r}"):
-        text = source.text()
-    function = getattr(_run(path.resolve(), str(path), text), source.function, None)
-    if not callable(function):
-        raise ValueError(f"{field}={source!r}: {path} has no function {source.function!r}.")
-    return function
-
-
-def _of_package(module: str, name: str, *, field: str) -> Callable[..., Any]:
-    """A function of an installed package."""
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{field}={module}:{name}: {error}; install its package, or name a file, FILE.py:NAME."
-        ) from error
-    function = getattr(found, name, None)
-    if not callable(function):
-        raise ValueError(f"{field}={module}:{name}: {module} has no function {name!r}.")
-    return function
-
-
 def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str, Any]:
     """The keyword arguments of a function whose defaults its file writes as a number, a text, True
     or False, with these defaults; the first argument and those of `without` are left out. Of an
@@ -225,7 +214,9 @@ def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str,
     if source.file:
         defaults = _defaults_in_file(source)
     else:
-        defaults, values = _defaults_of_package(source), values | None
+        signature = inspect.signature(source.load(field="optimizer.make"))
+        _, *others = signature.parameters.values()
+        defaults, values = {p.name: p.default for p in others}, values | None
     return {
         name: value
         for name, value in defaults.items()
@@ -233,12 +224,6 @@ def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str,
         and isinstance(value, values)
         and (not isinstance(value, float) or math.isfinite(value))
     }
-
-
-def _defaults_of_package(source: Source) -> dict[str, Any]:
-    function = load_function(source, field="optimizer.make")
-    _, *others = inspect.signature(function).parameters.values()
-    return {parameter.name: parameter.default for parameter in others}
 
 
 def _defaults_in_file(source: Source) -> dict[str, Any]:

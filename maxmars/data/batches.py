@@ -247,7 +247,7 @@ def _parts(config: DataConfig) -> tuple[TokenFilesConfig | PythonSourcesConfig |
 
 def _own_windows(part: GrainSource, split: str, model: ModelConfig) -> OwnWindows:
     return OwnWindows(
-        Source.of(part.source),
+        Source.parse(part.source),
         split,
         length=model.max_seq_len,
         vocab_size=model.vocab_size,

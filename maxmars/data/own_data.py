@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int64
 
 from maxmars.config import GrainSource
-from maxmars.config.user_code import Source, load_function
+from maxmars.config.user_code import Source
 from maxmars.data.token_datasets import token_datasets
 from maxmars.data.token_files import TokenFile
 from maxmars.data.tokenizer import Vocabulary
@@ -202,7 +202,7 @@ class OwnWindows:
         return {"num_tokens": len(self) * self.length, "num_documents": None, "source": None}
 
     def _open(self) -> grain.MapDataset[Any]:
-        windows = load_function(self._function)
+        windows = self._function.load()
         arguments = {"split": self.split, "length": self.length, **self._options}
         try:
             inspect.signature(windows).bind(**arguments)

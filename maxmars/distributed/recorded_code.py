@@ -1,7 +1,7 @@
 """The one rule for code that a record names: which text of a user's own function runs.
 
 Only the copy that the run keeps in its `sources/`, and only if that copy has the SHA-256 that was
-recorded; of installed packages only optax, which `load_function` looks at. The rule covers the
+recorded; of installed packages only optax, which `Source.load` looks at. The rule covers the
 files that the record names, and not what these import.
 """
 

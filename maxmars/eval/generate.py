@@ -25,7 +25,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Bool, Float, Int, Integer, Key, UInt32
 
-from maxmars.config import ModelConfig
+from maxmars.config import GPT2Config, ModelConfig
 from maxmars.config.checks import require
 from maxmars.distributed import sharding
 from maxmars.distributed.progress import Progress
@@ -247,7 +247,7 @@ def stream_tokens(
     shards = sharding.batch_shards(model.mesh)
     num_rows = -(-min(batch_size, len(prompts)) // shards) * shards
     params, config = model.params, model.config
-    if config.compute_dtype != config.param_dtype:
+    if isinstance(config, GPT2Config) and config.compute_dtype != config.param_dtype:
         with jax.set_mesh(model.mesh):
             params = _decoding_params(params, config=config)
     all_rows = [
@@ -410,7 +410,7 @@ class _Batch:
 
 
 @functools.partial(jax.jit, static_argnames="config")
-def _decoding_params(params: Any, *, config: ModelConfig) -> Any:
+def _decoding_params(params: Any, *, config: GPT2Config) -> Any:
     """Convert parameters to the compute type once, so that no step converts them."""
 
     def convert(axes: tuple[str, ...], param: Array) -> Array:

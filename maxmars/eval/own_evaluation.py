@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from maxmars.config import TrainConfig
 from maxmars.config.errors import EXTERNAL_ERRORS, about, place_in_own_file
-from maxmars.config.user_code import Source, load_function
+from maxmars.config.user_code import Source
 from maxmars.data.batches import DataSplit
 from maxmars.data.tokenizer import tokenizer_of_tokens
 from maxmars.eval.trained_model import TrainedModel
@@ -30,9 +30,9 @@ class OwnEvaluation:
     """
 
     def __init__(self, source: Source | str, *, field: str = "eval.own") -> None:
-        source = Source.of(source, field=field, example="my_eval.py:rhyme")
+        source = Source.parse(source, field=field, example="my_eval.py:rhyme")
         self._what = f"{field}={source!r}"
-        self._function = load_function(source, field=field)
+        self._function = source.load(field=field)
         self.name = source.function
         try:
             inspect.signature(self._function).bind(None)

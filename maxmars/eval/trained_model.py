@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.checkpoint import Checkpoint, candidates, find, load_params, read
-from maxmars.config import GPT2Config, MeshConfig, ModelConfig, from_dict
+from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig, from_dict
 from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
 from maxmars.config.mesh import check_mesh_divides_model
@@ -222,7 +222,7 @@ class RunTarget:
           ValueError: see `recorded_code`.
         """
         config: Any = stored.config.model
-        if config.make is None:
+        if isinstance(config, GPT2Config):
             # It may run on other devices than it was trained on.
             return dataclasses.replace(config, attention="auto")
         return recorded_code(config, self.workdir, MODEL_SOURCE)
@@ -425,7 +425,7 @@ def export_model(
         if tokenizer is not None:
             tokenizers.save(tokenizer, directory, max_seq_len=config.max_seq_len)
         num_parameters = sum(map(math.prod, model.shapes.values()))
-        if config.make is None:  # biases of zeros are none
+        if isinstance(config, GPT2Config):  # biases of zeros are none
             num_parameters = Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count
         exported = Exported(
             name=name,
@@ -453,23 +453,23 @@ def export_model(
         for candidate in candidates(target.checkpoints, target.step):
             with candidate as stored:
                 config: Any = stored.config.model
-                if config.make is None:
+                if isinstance(config, GPT2Config):
                     read_layout = functools.partial(_read_layout, stored)
                     model = huggingface.gpt2_model(config, read_layout)
                 else:
-                    config = target.config_to_run(stored)
+                    config: Any = target.config_to_run(stored)
                     model = _exported_by_itself(config, stored)
                 return write(config, target.name(stored), model, stored)
     raise AssertionError("unreachable")
 
 
-def _exported_by_itself(config: ModelConfig, stored: Checkpoint) -> huggingface.HFModel:
+def _exported_by_itself(config: ModuleConfig, stored: Checkpoint) -> huggingface.HFModel:
     """What the `export` of a module of the user's own returns for the parameters in a checkpoint.
 
     Raises:
       ValueError: it has none, or returns something else.
     """
-    what = f"{stored.path} holds the model of {stored.config.model.make}"
+    what = f"{stored.path} holds the model of {config.make}"
     if not hasattr(abstract_module(config), "export"):
         raise ValueError(
             f"{what}, which has no method export, and is no GPT-2: export cannot know which model "

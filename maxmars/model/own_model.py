@@ -15,9 +15,9 @@ from typing import Any
 
 from flax import nnx
 
-from maxmars.config import ModelConfig, ModuleConfig
+from maxmars.config import ModuleConfig
 from maxmars.config.errors import about, in_words, place_in_own_file
-from maxmars.config.user_code import load_function
+from maxmars.config.user_code import Source
 from maxmars.distributed.sharding import ShardingRules
 from maxmars.model.gpt2 import LAYERS
 from maxmars.optim import MatrixSpec
@@ -26,13 +26,13 @@ from maxmars.optim.nnx import given_specs, stacked
 _NAMES = [f.name for f in dataclasses.fields(ShardingRules) if f.name not in ("batch", "length")]
 
 
-def wrong(config: ModelConfig, problem: str) -> ValueError:
+def wrong(config: ModuleConfig, problem: str) -> ValueError:
     """An error of a module of the user's own."""
     return ValueError(f"model.make={config.make!r}: {problem}.")
 
 
 @contextlib.contextmanager
-def in_one_line(config: ModelConfig) -> Iterator[None]:
+def in_one_line(config: ModuleConfig) -> Iterator[None]:
     """Raise as ValueError, in one line, what Python, Flax or JAX raises where a module is used. An
     error that a line of the user's own file raises is left as it is: its trace shows the bug."""
     try:
@@ -51,7 +51,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
       FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
         it returns something else than it should. Any other exception was raised by the function.
     """
-    make = load_function(config.make, field="model.make")
+    make = Source.parse(config.make).load(field="model.make")
     sizes = {"rngs": rngs, "vocab_size": config.vocab_size, "max_seq_len": config.max_seq_len}
     # Flax would split each array at once, over a mesh whose axes have the names of the array's.
     called = f"called with {', '.join(sizes)} and model.options={config.options}"

@@ -54,7 +54,7 @@ def choose_precision(
 ) -> TrainConfig:
     """The config with `model.compute_dtype` chosen, if it is `auto`: bfloat16 on accelerators,
     float32 on CPUs. `log` gets the choice in one line."""
-    if config.model.compute_dtype != "auto":
+    if not isinstance(config.model, GPT2Config) or config.model.compute_dtype != "auto":
         return config
     platform = mesh.devices.flat[0].platform
     dtype = auto_dtype(platform)
@@ -238,7 +238,7 @@ def make_estimate(
         return None
     shards, tensor = sharding.batch_shards(mesh), mesh.shape["tensor"]
     held, params = (sharding.bytes_on_chip(tree) for tree in (state, state.params))
-    itemsize = jnp.dtype(model.compute_dtype or "float32").itemsize
+    itemsize = jnp.dtype(model.compute_dtype).itemsize
     tx = make_optimizer(config.optimizer, parameters, config.optimizer.learning_rate)
     further = len(requests_of(tx))  # gradients that wait for the update beside the usual one
     is_plain = choose_attention(model, platform).implementation == "plain"
@@ -292,7 +292,9 @@ def slow_network_warning(
 def gathered_bytes(config: TrainConfig, parameters: Parameters) -> int:
     """Bytes that a device sends for `fsdp` in a step, about: each microbatch gathers the weights
     twice, for the forward and the backward pass, and scatters their gradient."""
-    itemsize = jnp.dtype(config.model.compute_dtype or "float32").itemsize
+    model = config.model  # of other modules than GPT-2 only the type of the parameters is known
+    dtype = model.compute_dtype if isinstance(model, GPT2Config) else "float32"
+    itemsize = jnp.dtype(dtype).itemsize
     parts, tensor = (parameters.mesh.shape[axis] for axis in ("fsdp", "tensor"))
     size = parameters.count * itemsize // tensor
     return 3 * config.microbatches * size * (parts - 1) // parts

@@ -17,7 +17,7 @@ import yaml
 from maxmars.checkpoint import Checkpoint
 from maxmars.checkpoint.journal import lines_until, read_journal, session_starts, trajectory
 from maxmars.checkpoint.reader import DamagedError
-from maxmars.config import ModelConfig, to_dict
+from maxmars.config import GPT2Config, ModelConfig, to_dict
 from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
 from maxmars.config.numbers import short
@@ -89,7 +89,7 @@ def write_card(
     scores = [] if stored is None else [*_scores_of_run(stored)]
     scores += [score for report in reports for score in _scores_of_report(exported, report)]
     license_fields, license_text = _license(directory, exported)
-    tags = ["maxmars", "jax", *(["gpt2"] if exported.config.make is None else [])]
+    tags = ["maxmars", "jax", *(["gpt2"] if isinstance(exported.config, GPT2Config) else [])]
     if stored is not None:
         optimizer = type(stored.config.optimizer).__name__.removesuffix("Config").lower()
         tags += ["pretraining", optimizer]

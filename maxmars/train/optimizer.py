@@ -33,7 +33,6 @@ from maxmars.config import (
     TrainConfig,
 )
 from maxmars.config.optimizer import UpdateRule
-from maxmars.config.user_code import load_function
 from maxmars.distributed.sharding import like_params
 from maxmars.model.parameters import COMPONENTS, Parameters
 from maxmars.optim import (
@@ -196,7 +195,7 @@ def _own_optimizer(
       FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
         it returns something else. Any other exception was raised by the function.
     """
-    make = load_function(optimizer.make, field="optimizer.make")
+    make = optimizer.source.load(field="optimizer.make")
     signature = inspect.signature(make)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     offered = {"matrix_specs": parameters.specs, "mesh": parameters.mesh}

@@ -76,8 +76,10 @@ def resolve_config(
         )
     if recorded is not None:
         before = recorded.config
-        if config.model.compute_dtype == "auto" and before.model.compute_dtype is not None:
-            config = with_compute_dtype(config, before.model.compute_dtype)
+        old, new = before.model, config.model
+        both_gpt2 = isinstance(old, GPT2Config) and isinstance(new, GPT2Config)
+        if both_gpt2 and new.compute_dtype == "auto":
+            config = with_compute_dtype(config, old.compute_dtype)
         is_same = is_same_place(recorded.environment, environment(mesh))
         if is_same and before.global_batch_size == config.global_batch_size:
             if config.num_microbatches is None:

@@ -459,6 +459,7 @@ def make_evaluations(
             if not is_checked:
                 before_batch()
                 if sees_later_tokens(eval_step, mesh, params, next(iter(batches))):
+                    assert isinstance(config.model, ModuleConfig)
                     raise ValueError(
                         f"model.make={config.model.make!r}: the loss of a token depends on tokens "
                         "after it, which it is to predict; mask them, in attention and elsewhere."

@@ -103,7 +103,7 @@ def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch, 
     kept = json.loads((tmp_path / "out" / "compare.json").read_text())
     assert list(kept["compared"]) == ["adamw", "mars_m", "muon", "mine"]
     config = from_dict(kept["configs"]["mine"])
-    assert config.optimizer.make == Source.of("mine.py:make")
+    assert config.optimizer.make == Source.parse("mine.py:make")
     assert (config.model.vocab_size, config.num_steps, config.eval.every) == (300, 60, 30)
     assert config.eval.own is None
     assert "learning_rate" not in kept["configs"]["mine"]["optimizer"]["options"]

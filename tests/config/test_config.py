@@ -27,7 +27,7 @@ from maxmars.config import (
     from_dict,
     to_dict,
 )
-from maxmars.config.user_code import load_function
+from maxmars.config.user_code import Source
 
 pytestmark = pytest.mark.smoke
 
@@ -134,7 +134,7 @@ REFUSED = [
     # functions of a user
     (lambda: GrainConfig(source="f"), "source='f'"),
     (lambda: ModuleConfig(make="f", vocab_size=8, max_seq_len=8), "model.make='f'"),
-    (lambda: load_function("none.py:make", field="model.make"), "model.make='none.py:make'"),
+    (lambda: Source.parse("none.py:make").load(field="model.make"), "model.make='none.py:make'"),
     # what another version wrote
     (lambda: from_dict(to_dict(tiny_config()) | {"speed": 1}), "TrainConfig", "speed"),
     (lambda: from_dict({"type": "Nope"}), "'Nope'"),
@@ -151,9 +151,15 @@ REFUSED = [
     (
         lambda: from_dict({"type": "MarsConfig", "orthogonality_every": 5}),
         "MarsConfig sets orthogonality_every",
+        "maxmars export",
         "--init-from",
     ),
-    (lambda: from_dict({"type": "GPT2Config", "document_end_id": 256}), "document_end_id"),
+    (
+        lambda: from_dict({"type": "GPT2Config", "document_end_id": 256}),
+        "document_end_id",
+        "data.packing=split",
+        "maxmars export",
+    ),
     (lambda: from_dict({"type": "GrainConfig", "source": "a.py:f", "map": "a.py:g"}), "map"),
     (lambda: from_dict({"type": "PythonSourcesConfig", "packing": "best_fit"}), "best_fit"),
 ]

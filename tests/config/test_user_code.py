@@ -17,7 +17,6 @@ from maxmars.config import (
     load_config,
     to_dict,
 )
-from maxmars.config.user_code import load_function
 
 pytestmark = pytest.mark.smoke
 
@@ -63,10 +62,10 @@ def test_a_path_is_relative_to_the_config_file_or_to_where_it_is_typed(folder):
     for source in (config.model.make, config.optimizer.make, config.data.parts[0].source):
         assert os.path.samefile(source.file, folder / "mine" / "own.py")
     (folder / "other.py").write_text("def make(): return 'other'\n")
-    assert load_function(parsed("--seed", "1").optimizer.make)() == "make"
+    assert parsed("--seed", "1").optimizer.make.load()() == "make"
     typed = parsed("--optimizer.make", "other.py:make")
     assert os.path.samefile(typed.optimizer.make.file, folder / "other.py")
-    assert load_function(typed.optimizer.make)() == "other"
+    assert typed.optimizer.make.load()() == "other"
 
 
 def test_functions_are_equal_if_name_and_text_are(folder):
@@ -105,11 +104,11 @@ def test_the_text_that_runs_is_the_one_that_the_config_records(folder):
     before = load_config("mine/config.py").optimizer.make
     own.write_text("def make(): return 'second'\n")
     with refused(ValueError, "mine/own.py:make"):
-        load_function(before)
+        before.load()
     config = load_config("mine/config.py")
-    assert load_function(config.optimizer.make)() == "second"
+    assert config.optimizer.make.load()() == "second"
     own.write_text("def make(): return 'third'\n")  # while a run goes on
-    assert load_function(config.optimizer.make)() == "second"
+    assert config.optimizer.make.load()() == "second"
 
 
 def test_files_of_one_name_are_refused_as_a_run_keeps_one(tmp_path):

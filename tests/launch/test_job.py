@@ -120,7 +120,7 @@ def test_an_import_that_would_be_missing_is_named(checkout, file, line, missing)
     (checkout / file).write_text(line)
     for name in ("maxmars/new.py", "new.py", "configs/beside.py"):
         (checkout / name).touch()
-    sources = [Source.of(f"{checkout}/configs/optim.py:make")]
+    sources = [Source.parse(f"{checkout}/configs/optim.py:make")]
 
     def packed(*include):
         config = str(checkout / "configs" / "a.py")
@@ -144,7 +144,7 @@ def test_an_import_beside_a_config_from_elsewhere_is_named(checkout, tmp_path):
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "optim.py").write_text("def (")
     with refused(ValueError, f"{tmp_path}/optim.py:1"):
-        source = Source.of(f"{tmp_path}/optim.py:make")
+        source = Source.parse(f"{tmp_path}/optim.py:make")
         pack(str(tmp_path / "mine.py"), sources=[source], root=checkout)
 
 
@@ -165,7 +165,7 @@ def test_the_files_of_a_configs_functions_go_along(checkout, tmp_path):
     (checkout / "data.py").touch()
 
     def packed(folder, *sources):
-        config, functions = folder / "mine.py", [Source.of(f"{folder}/{s}") for s in sources]
+        config, functions = folder / "mine.py", [Source.parse(f"{folder}/{s}") for s in sources]
         return names(pack(str(config), sources=functions, root=checkout))
 
     there = packed(checkout / "configs", "lib/data.py:f", "optim.py:make", "../data.py:f")

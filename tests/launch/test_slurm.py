@@ -11,7 +11,7 @@ from fake_cloud import launch, program, with_options
 from running import gpus_for_jax
 
 from maxmars.config import load_config
-from maxmars.config.user_code import load_function, sources_in
+from maxmars.config.user_code import sources_in
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
 
@@ -237,7 +237,7 @@ def test_functions_that_a_config_names_go_along(cloud, capsys):
     (copy,) = (cloud / "runs" / "run1").glob("source-*/launch-config")
     assert {path.name for path in copy.iterdir()} == {"config.py", "data.py", "more.py", "optim.py"}
     config = load_config(str(copy / "config.py"))
-    functions = [load_function(source).__name__ for source in sources_in(config)]
+    functions = [source.load().__name__ for source in sources_in(config)]
     assert sorted(functions) == ["data", "more", "optim"]
     assert launch("launch", "slurm", *words, "--", "--optimizer.make", "mine/data.py:data") == 2
     assert "mine/data.py:data" in capsys.readouterr().err

@@ -265,10 +265,10 @@ def test_the_command_line_names_others_or_none(folder):
     def parsed(*words):
         return parse_arguments(ConfigArguments, ["config.py", *words], prog="maxmars train").config
 
-    assert parsed().eval.own == (Source.of("mine.py:rhyme"),)
+    assert parsed().eval.own == (Source.parse("mine.py:rhyme"),)
     assert parsed("--eval.own", "mine.py:spoken", "mine.py:rhyme").eval.own == (
-        Source.of("mine.py:spoken"),
-        Source.of("mine.py:rhyme"),
+        Source.parse("mine.py:spoken"),
+        Source.parse("mine.py:rhyme"),
     )
     assert parsed("--eval.own", "None").eval.own is None
 

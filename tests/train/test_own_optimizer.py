@@ -20,7 +20,7 @@ from maxmars.config import (
     ScheduleConfig,
 )
 from maxmars.config.errors import in_words
-from maxmars.config.user_code import load_function
+from maxmars.config.user_code import Source
 from maxmars.distributed import sharding
 from maxmars.model.parameters import Parameters
 from maxmars.train import train
@@ -203,10 +203,10 @@ def test_its_state_may_be_a_class_of_its_file(tmp_path, source):
     config = short_config(tmp_path / "tokens", optimizer=own, num_steps=2, checkpoint=checkpoints)
     assert train(config, tmp_path / "run").step == 2
     assert train(dataclasses.replace(config, num_steps=3), tmp_path / "run").step == 3
-    first, again = (load_function(f"{source}:counting") for _ in range(2))
+    first, again = (Source.parse(f"{source}:counting").load() for _ in range(2))
     assert first is again
     Path(source).write_text(f"{SOURCE}\n# changed\n")
-    assert load_function(f"{source}:counting") is not first
+    assert Source.parse(f"{source}:counting").load() is not first
 
 
 def test_the_example_is_a_config_whose_options_change_on_the_command_line():

@@ -11,7 +11,6 @@ import pytest
 from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
 from maxmars.config import OptaxConfig, from_dict, to_dict
-from maxmars.config.user_code import load_function
 
 OWN = """
 import grain, numpy, optax
@@ -184,8 +183,8 @@ def test_an_export_needs_no_file_of_before(run, tmp_path):
 
 def test_of_installed_packages_a_record_runs_optax_alone():
     config = OptaxConfig(make="optax:adam", learning_rate=1e-3)
-    assert load_function(from_dict(to_dict(config)).make, field="optimizer.make") is optax.adam
+    assert from_dict(to_dict(config)).make.load(field="optimizer.make") is optax.adam
     config = OptaxConfig(make="timeit:timeit", learning_rate=1e-3)
-    assert load_function(config.make, field="optimizer.make") is timeit.timeit
+    assert config.make.load(field="optimizer.make") is timeit.timeit
     with pytest.raises(ValueError, match=r"timeit:timeit.*record"):
-        load_function(from_dict(to_dict(config)).make, field="optimizer.make")
+        from_dict(to_dict(config)).make.load(field="optimizer.make")
