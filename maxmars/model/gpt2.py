@@ -5,6 +5,16 @@ differences. All blocks live in one `h` whose leaves have a leading axis of laye
 stored [L, D, 3, H, K] and `attn.c_proj` [L, H, K, D]: if the fused kernel [D, 3 D] were split by
 columns over `tensor`, every layer would move queries, keys and values between devices.
 
+Where this is not what NNX's own examples do, it is for these reasons. Optimizers, checkpoints and
+digests take parameters as plain nested dicts, so there is no `nnx.Optimizer`, and `make_model`
+merges them into the module inside of each trace, where that costs nothing. Blocks are stacked by
+`nnx.scan` when they are made; a call scans them by `jax.lax.scan`, which also scans a cache and
+rematerialises. `Linear`, `LayerNorm` and `Embedding` are our own, since `nnx.Linear` knows neither
+kernels of named axes nor biases in float32, and their backward passes and layouts were measured.
+The names of axes stand in the metadata `axes`, as Flax takes those in `out_sharding` for axes of
+the mesh; beside them `matrix_spec` says to optimizers what a matrix is. Attention is a function
+that blocks get, so that training, prefill and decoding share them.
+
 Shape letters: B batch, T length, D embed, H heads, K head_dim, F mlp, V padded vocabulary,
 L layers, P shards of the batch.
 """

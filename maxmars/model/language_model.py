@@ -158,11 +158,11 @@ class LanguageModel:
                 f"{self.config.max_seq_len}."
             )
         x = self.module(tokens, segment_ids=segment_ids, positions=positions, **tables)
-        if (shape := getattr(x, "shape", ()))[:-1] != tokens.shape:
+        if not isinstance(x, jax.Array) or x.shape[:-1] != tokens.shape:
+            what = f"shape {list(x.shape)}" if isinstance(x, jax.Array) else f"a {type(x).__name__}"
             raise ValueError(
                 f"for tokens of the shape {list(tokens.shape)} the {type(self.module).__name__} "
-                f"returned a {type(x).__name__} of the shape {list(shape)}; it must return hidden "
-                "states [rows, length, width]"
+                f"returned {what}, not hidden states [rows, length, width]"
             )
         return constrain(x, "batch", "length", None)
 
