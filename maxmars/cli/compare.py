@@ -21,7 +21,7 @@ from maxmars.cli.parse import (
     parse_options,
 )
 from maxmars.config import OptaxConfig, Source, TrainConfig
-from maxmars.config.checks import CheckedConfig, Positive, UsageError
+from maxmars.config.checks import CheckedConfig, UsageError
 from maxmars.config.comparison import ComparisonConfig, SearchConfig
 from maxmars.config.load import load_comparison
 
@@ -240,7 +240,7 @@ def _of_words(
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyArguments(CheckedConfig):
-    """Compute a run of a comparison again, and compare the digest of its end, then the losses.
+    """Compute a run of a comparison again, and compare the digest of its end, else the losses.
 
     On the same machine, versions and number of CPU cores everything is equal bit by bit, elsewhere
     up to rounding. Exits with 1 where the result is refused.
@@ -248,7 +248,7 @@ class VerifyArguments(CheckedConfig):
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars compare verify runs/which",
-        "maxmars compare verify runs/which --contender mars --seed 1 --steps 100",
+        "maxmars compare verify runs/which --contender mars --seed 1",
     )
 
     directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -257,8 +257,6 @@ class VerifyArguments(CheckedConfig):
     """Whose run, at its best setting; None is the best contender's."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="S")] = None
     """With this seed; None is the first."""
-    steps: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Compute only the first N steps; None computes all of them, and the final loss."""
     data: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of the tokens here, if it is not that of the comparison."""
     workdir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
@@ -278,7 +276,6 @@ def _verify(arguments: VerifyArguments) -> int:
             Path(resolve(scratch if arguments.workdir is None else arguments.workdir)),
             contender=arguments.contender,
             seed=arguments.seed,
-            steps=arguments.steps,
             data_path=arguments.data,
             log=lambda text: print(text, flush=True),
         )

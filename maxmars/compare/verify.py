@@ -1,4 +1,4 @@
-"""Repeat a row of a comparison on any machine: the digest of its end first, then its losses.
+"""Repeat a row of a comparison on any machine: the digest of its end, else its losses.
 
 A comparison's directory holds all that a repetition needs: configs, seeds, digests and losses, and
 a copy of every Python file that a config names. A forged loss is found by computing it again.
@@ -19,49 +19,42 @@ from maxmars.compare.cells import CellResult, with_kept_code
 from maxmars.compare.curves import Curve
 from maxmars.compare.run import find_start, run_cell
 from maxmars.compare.summary import Summary, summarize
-from maxmars.config import PythonSourcesConfig, SoapConfig, TokenShardsConfig, TrainConfig
+from maxmars.config import PythonSourcesConfig, TokenShardsConfig, TrainConfig
 from maxmars.distributed import sharding
 
-EARLY_STEPS, EARLY_TOLERANCE = 20, 1e-3
-"""In so many first steps the training losses on another machine may differ by these nats; later
-ones are not judged, since rounding grows. Under SOAP it does so at once."""
 LOSS_TOLERANCE = 0.02
 """Nats by which a repeated final loss may differ: rounding grows over a run, and moved the final
 losses of cells by up to 0.009 from one mesh to another."""
 CURVE_TOLERANCE = 0.05
 """The same of evaluations before the last one, when the learning rate is higher."""
+SAME_STATE_TOLERANCE = 1e-3
+"""The same of all evaluations of a run that ends with the digest of the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Repeated:
+class Reproduction:
     """A row that was computed again."""
 
     row: CellResult
-    steps: int
-    """That were computed; 0 where the run does not even start as the row says."""
-    is_whole: bool = False
-    """Whether these are all of the run."""
-    is_equal: bool = False
-    """Whether all its losses, and the end if it was reached, are equal bit by bit."""
+    repeated: CellResult | None = None
+    """The result here; None where the run does not even start as the row says."""
     difference: float = math.inf
-    """The largest difference of its first training losses and the validation losses, in nats."""
-    problem: str | None
+    """The largest difference of the validation losses, in nats."""
+    problem: str | None = None
     """Why it does not confirm the row; None if it does."""
-    digest: str | None = None
-    """Of the end, where it was reached and is that of the row."""
 
     @property
     def text(self) -> str:
         """The verdict."""
-        cell = self.row.cell
-        whose = f"{cell.contender}, seed {cell.seed}, {self.steps:,} steps"
-        if self.problem is not None:
+        row, repeated = self.row, self.repeated
+        whose = f"{row.cell.contender}, seed {row.cell.seed}"
+        if self.problem is not None or repeated is None:
             return f"{whose}: REFUSED, {self.problem}"
+        same_state = repeated.final_state is not None and repeated.final_state == row.final_state
+        digest = f"same digest {row.final_state[:16]}, " if same_state and row.final_state else ""
         how = f"equal up to rounding (losses differ by at most {self.difference:.1e})"
-        how = "equal bit by bit" if self.is_equal else how
-        if not self.is_whole:
-            return f"{whose}: {how} so far; the final loss was not computed again"
-        digest = "" if self.digest is None else f"same digest {self.digest[:16]}, "
+        if same_state and not self.difference and repeated.train_losses == row.train_losses:
+            how = "equal bit by bit"
         return f"{whose}: confirmed, {digest}{how}"
 
 
@@ -71,10 +64,9 @@ def verify(
     *,
     contender: str | None = None,
     seed: int | None = None,
-    steps: int | None = None,
     data_path: str | None = None,
     log: Callable[[str], None],
-) -> Repeated:
+) -> Reproduction:
     """Compute a run of a comparison again, and compare digests and losses.
 
     Args:
@@ -82,7 +74,6 @@ def verify(
       scratch: working directory of the run.
       contender: whose run, at its best setting; None is the best contender's.
       seed: of the run; None is the first.
-      steps: only so many first steps; None is all of them.
       data_path: directory of the tokens here; None is that of the comparison.
       log: gets a line on what differs from the machine of the row: code, versions and devices.
 
@@ -104,18 +95,17 @@ def verify(
     weights, tokens = find_start(config)
     if weights != row.initial_weights:
         problem = f"it starts from other weights, digest {weights}."
-        return Repeated(row=row, steps=0, problem=problem)
+        return Reproduction(row=row, problem=problem)
     if tokens != row.tokens:
         problem = f"the tokens are other ones, digest {tokens}."
         python, own = row.environment.get("python"), platform.python_version()
         if isinstance(config.data, PythonSourcesConfig) and python != own:
             problem += f" They are the sources of Python {python}, and this is Python {own}."
-        return Repeated(row=row, steps=0, problem=problem)
-    num_steps = min(steps or config.num_steps, config.num_steps)
-    ours = run_cell(row.cell, _first_steps(config, num_steps), scratch, (weights, tokens))
-    if ours is None:
+        return Reproduction(row=row, problem=problem)
+    repeated = run_cell(row.cell, config, scratch, (weights, tokens))
+    if repeated is None:
         raise KeyboardInterrupt
-    return judge(row, ours, config, num_steps)
+    return judge(row, repeated)
 
 
 def _find(
@@ -136,85 +126,35 @@ def _find(
     return rows[own], rows[own].cell.config(outcome.contender)
 
 
-def _first_steps(config: TrainConfig, num_steps: int) -> TrainConfig:
-    if num_steps == config.num_steps:
-        return config
-    # A run that is shorter than its warmup never comes to the decay.
-    decay = max(config.decay_steps, config.schedule.warmup_steps)
-    return dataclasses.replace(
-        config,
-        num_steps=num_steps,
-        schedule=dataclasses.replace(config.schedule, decay_steps=decay),
-        eval=dataclasses.replace(config.eval, every=num_steps),
-    )
-
-
-def judge(theirs: CellResult, ours: CellResult, config: TrainConfig, num_steps: int) -> Repeated:
-    """Whether a run of the first steps of a row confirms it.
-
-    Args:
-      theirs: the row.
-      ours: its repetition.
-      config: of the whole run.
-      num_steps: that were computed again.
-    """
-    logged, whole = dict(theirs.train_losses), num_steps == config.num_steps
-    pairs = {step: (logged[step], loss) for step, loss in ours.train_losses if step in logged}
-    # Those between may lack in a row that is kept for long; and a run logs its last step too, which
-    # in a longer one was one of many.
-    steps = {step for step, _ in ours.train_losses}
-    needed = {s for s in steps if s <= min(EARLY_STEPS, num_steps - 1) or s == config.num_steps}
-    if not pairs or needed - logged.keys():
-        problem = "the row lacks training losses of these steps."
-        return Repeated(row=theirs, steps=num_steps, problem=problem)
-    early = max((_apart(*pair) for s, pair in pairs.items() if s <= EARLY_STEPS), default=0.0)
-    is_equal, final, along = not any(_apart(*pair) for pair in pairs.values()), 0.0, 0.0
-    is_same_run = is_equal  # its evaluations cannot be others
-    if whole:
-        final, along = _apart(theirs.loss, ours.loss), _curves_apart(theirs.curve, ours.curve)
-        is_same_end = theirs.final_state == ours.final_state
-        is_same_run |= is_same_end
-        is_equal &= not final and not along and is_same_end
-    problem, goes_apart = None, not early <= EARLY_TOLERANCE
-    # Which basis SOAP takes where eigenvalues are equal depends on rounding, and so do its updates.
-    is_judged_whole = isinstance(config.optimizer, SoapConfig) and math.isfinite(early)
-    if goes_apart and not is_judged_whole:
-        problem = f"a training loss differs by {early:.2g} nats, more than {EARLY_TOLERANCE:g}."
-    elif goes_apart and not whole:
-        problem = (
-            f"a training loss differs by {early:.2g} nats. Rounding moves SOAP so far at once that "
-            "on another machine only whole runs are judged: leave out --steps."
-        )
+def judge(row: CellResult, repeated: CellResult) -> Reproduction:
+    """Whether the repetition of a run confirms its row."""
+    final = _difference(row.loss, repeated.loss)
+    curve = _largest_difference(row.curve, repeated.curve)
+    same_state = row.final_state is not None and row.final_state == repeated.final_state
+    problem = None
+    if same_state and not max(final, curve) <= SAME_STATE_TOLERANCE:
+        far = max(final, curve)
+        problem = f"its end has the same digest, but a validation loss differs by {far:.2g} nats."
     elif not final <= LOSS_TOLERANCE:
         problem = f"the final loss differs by {final:.2g} nats, more than {LOSS_TOLERANCE:g}."
-    elif not along <= CURVE_TOLERANCE:
-        problem = f"a validation loss differs by {along:.2g} nats, more than {CURVE_TOLERANCE:g}."
-    elif is_same_run and not max(final, along) <= EARLY_TOLERANCE:
-        far = max(final, along)
-        problem = f"the run is equal bit by bit, but a validation loss differs by {far:.2g} nats."
-    return Repeated(
-        row=theirs,
-        steps=num_steps,
-        is_whole=whole,
-        is_equal=is_equal,
-        digest=ours.final_state if whole and theirs.final_state == ours.final_state else None,
-        difference=max(early, final, along),
-        problem=problem,
-    )
+    elif not curve <= CURVE_TOLERANCE:
+        problem = f"a validation loss differs by {curve:.2g} nats, more than {CURVE_TOLERANCE:g}."
+    difference = max(final, curve)
+    return Reproduction(row=row, repeated=repeated, difference=difference, problem=problem)
 
 
-def _curves_apart(theirs: Curve | None, ours: Curve | None) -> float:
+def _largest_difference(recorded: Curve | None, repeated: Curve | None) -> float:
     """The largest difference of two curves; infinite where they have other points."""
-    if theirs is None or ours is None:
-        return 0.0 if theirs is ours else math.inf
-    if (theirs.loss_of, theirs.tokens) != (ours.loss_of, ours.tokens):
+    if recorded is None or repeated is None:
+        return 0.0 if recorded is repeated else math.inf
+    if (recorded.loss_of, recorded.tokens) != (repeated.loss_of, repeated.tokens):
         return math.inf
-    return max(map(_apart, theirs.losses, ours.losses), default=0.0)
+    return max(map(_difference, recorded.losses, repeated.losses), default=0.0)
 
 
-def _apart(theirs: float, ours: float) -> float:
+def _difference(recorded: float, repeated: float) -> float:
     """The difference of two losses: 0 of two that both are no numbers, or the same infinity, and
     infinite where one of them is a number only."""
-    if theirs == ours or (math.isnan(theirs) and math.isnan(ours)):
+    if recorded == repeated or (math.isnan(recorded) and math.isnan(repeated)):
         return 0.0
-    return math.inf if math.isnan(theirs - ours) else abs(theirs - ours)
+    return math.inf if math.isnan(recorded - repeated) else abs(recorded - repeated)

@@ -14,12 +14,8 @@ from maxmars.compare.verify import judge
 from maxmars.config import (
     MeshConfig,
     PythonSourcesConfig,
-    ScheduleConfig,
-    SoapConfig,
     to_dict,
 )
-
-STEPS = 4
 
 
 def verify(kept, *options):
@@ -48,19 +44,10 @@ def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
     best = min(summarize(compared).outcomes, key=lambda o: o.best.loss.mean).contender.name
     cli.main(["compare", "verify", str(compared), "--workdir", str(tmp_path / "run")])
     printed = capsys.readouterr().out
-    assert f"{best}, seed 0, {STEPS} steps: " in printed
+    assert f"{best}, seed 0: " in printed
     assert "equal bit by bit" in printed
     assert "changed since" not in printed
     assert (tmp_path / "run" / "metrics.jsonl").exists()
-
-
-@pytest.mark.seconds
-def test_the_first_steps_of_a_copy_whose_runs_are_shorter_than_their_warmup(kept, capsys):
-    forge(kept, {}, schedule=ScheduleConfig(warmup_steps=5))
-    assert verify(kept, "--steps", "1", "--seed", "1") == 0
-    printed = capsys.readouterr().out
-    assert "lion, seed 1, 1 steps: equal" in printed
-    assert "not computed again" in printed
 
 
 @pytest.mark.slow
@@ -68,7 +55,7 @@ def test_on_another_mesh_rounding_may_differ(kept, capsys):
     forge(kept, {"environment": {"jax": "0.1", "num_cores": 999}}, mesh=MeshConfig(fsdp=4))
     assert verify(kept) == 0
     printed = capsys.readouterr().out
-    assert "seed 0, 4 steps: confirmed, " in printed
+    assert "seed 0: confirmed, " in printed
     assert printed.startswith("changed since: jax 0.1 -> ")
     assert "num_cores 999 -> " in printed
 
@@ -94,79 +81,65 @@ def row(compared, comparison):
     return read_results(comparison, compared)[cell]
 
 
-@pytest.fixture
-def config(comparison, row):
-    return row.cell.config(comparison.contenders[1])
-
-
-def better(by, also_early=0.0):
-    """A row whose final loss is better than that of its run, and all training losses by so much."""
-
-    def change(row):
-        *first, last = row.curve.losses
-        curve = dataclasses.replace(row.curve, losses=(*first, last - by))
-        train_losses = tuple((step, loss - also_early) for step, loss in row.train_losses)
-        changes = {"loss": row.loss - by, "curve": curve, "train_losses": train_losses}
-        state = "0" * 64 if also_early else row.final_state
-        return dataclasses.replace(row, **changes, final_state=state)
-
-    return change
-
-
-def better_on_the_way(row):
-    first, *others = row.curve.losses
-    curve = dataclasses.replace(row.curve, losses=(first - 1, *others))
-    return dataclasses.replace(row, curve=curve)
-
-
-def with_train_losses(change):
-    """A row with `change(step, loss)` for each training loss; None leaves it out."""
+def better(by, digest=None):
+    """A row whose final loss is better than that of its run, with another digest of its end."""
 
     def forged(row):
-        pairs = [(step, change(step, loss)) for step, loss in row.train_losses]
-        pairs = tuple((step, loss) for step, loss in pairs if loss is not None)
-        return dataclasses.replace(row, train_losses=pairs, final_state="0" * 64)
+        *first, last = row.curve.losses
+        curve = dataclasses.replace(row.curve, losses=(*first, last - by))
+        end = row.final_state if digest is None else digest
+        return dataclasses.replace(row, loss=row.loss - by, curve=curve, final_state=end)
 
     return forged
 
 
-easier_start = with_train_losses(lambda step, loss: loss - 0.01 * (step == 1))
-no_numbers = with_train_losses(lambda step, loss: loss if step == 1 else math.nan)
-no_start = with_train_losses(lambda step, loss: None if step == 1 else loss)
-not_each_step = with_train_losses(lambda step, loss: None if step == 3 else loss)
-rounded = with_train_losses(lambda step, loss: loss + 1e-7 * step)
+def better_on_the_way(by, digest=None):
+    def forged(row):
+        first, *others = row.curve.losses
+        curve = dataclasses.replace(row.curve, losses=(first - by, *others))
+        end = row.final_state if digest is None else digest
+        return dataclasses.replace(row, curve=curve, final_state=end)
+
+    return forged
+
+
+def without_a_number(row):
+    return dataclasses.replace(row, loss=math.nan)
+
+
+def without_an_evaluation(row):
+    first = {name: getattr(row.curve, name)[1:] for name in ("steps", "tokens", "losses")}
+    return dataclasses.replace(row, curve=dataclasses.replace(row.curve, **first))
+
+
+OTHER = "0" * 64
 
 
 @pytest.mark.parametrize(
-    ("change", "steps", "problem"),
+    ("change", "problem"),
     [
-        (better(0.05), STEPS, "0.05 nats"),
-        (better(0.015), STEPS, "0.015"),  # of a run that is equal bit by bit
-        (better(0.015, also_early=1e-4), STEPS, None),
-        (better(0.03, also_early=1e-4), STEPS, "0.03 nats"),
-        (better_on_the_way, STEPS, "validation loss"),
-        (easier_start, STEPS, "0.01"),
-        (easier_start, 2, "0.01"),
-        (no_numbers, 2, "by inf"),
-        (no_start, 2, "training losses"),
-        (not_each_step, 3, None),  # the last step is always logged, here but not there
-        (rounded, STEPS, None),
-        (lambda row: row, 2, None),
+        (lambda row: row, None),
+        (better(1e-4), None),
+        (better(0.015), "0.015 nats"),  # of a run that is equal bit by bit
+        (better(0.015, OTHER), None),
+        (better(0.03, OTHER), "0.03 nats"),
+        (better_on_the_way(0.03), "0.03 nats"),
+        (better_on_the_way(0.03, OTHER), None),
+        (better_on_the_way(0.06, OTHER), "0.06 nats"),
+        (without_a_number, "inf"),
+        (without_an_evaluation, "inf"),
     ],
 )
-def test_what_confirms_a_row(change, steps, problem, row, config):
-    first = tuple(pair for pair in row.train_losses if pair[0] <= steps)
-    verdict = judge(change(row), dataclasses.replace(row, train_losses=first), config, steps)
+def test_what_confirms_a_row(change, problem, row):
+    verdict = judge(change(row), row)
     assert verdict.problem is None if problem is None else problem in verdict.problem
-    assert verdict.is_whole == (steps == STEPS)
 
 
-def test_under_soap_only_whole_runs_are_judged_on_another_machine(row, config):
-    """Its first bases depend on rounding."""
-    config = dataclasses.replace(config, optimizer=SoapConfig())
-    assert judge(easier_start(row), row, config, STEPS).problem is None
-    assert "--steps" in judge(easier_start(row), row, config, 2).problem
-    assert "by inf" in judge(no_numbers(row), row, config, STEPS).problem
+def test_only_a_run_whose_every_number_is_the_same_is_equal_bit_by_bit(row):
+    assert "same digest" in judge(row, row).text
+    assert "bit by bit" in judge(row, row).text
+    for change in (better(1e-9), better(0.0, OTHER)):
+        assert "up to rounding" in judge(change(row), row).text
 
 
 @pytest.mark.parametrize("command", ["compare verify DIR", "report DIR --out OUT"])
