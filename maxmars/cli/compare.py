@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import shlex
 import sys
 import tempfile
@@ -37,10 +37,10 @@ _PROG = "maxmars compare"
 class CompareArguments(ConfigArguments, SearchConfig):
     """Compare optimizers fairly: tune each with the same budget, then train with several seeds.
 
-    A contender is a CONFIG, or with --optimizers a CONFIG with its choice `optimizer` set to each
-    word: a name of the config file, or FILE.py:make, an optimizer of your own. A config file may
-    also say the whole comparison, with values to try, in a function get_comparison. All start from
-    the same weights and read the same tokens. Each is tuned with one seed, by the fields that
+    Each word of --optimizers makes a contender: CONFIG with its choice `optimizer` set to a name of
+    the config file, or to FILE.py:make, an optimizer of your own. A config file may also say the
+    whole comparison, of any configs and with values to try, in a function get_comparison. All start
+    from the same weights and read the same tokens. Each is tuned with one seed, by the fields that
     --tune names; its best settings run with more seeds, and a test says which is better. Any field
     of the configs can be changed for all, such as --num-steps 500 or --eval.every 100.
 
@@ -90,22 +90,18 @@ class CompareArguments(ConfigArguments, SearchConfig):
         _check_words("--tune", self.tune)
 
 
+@dataclass(frozen=True)
+class _Named:
+    """The option that says which configs to load, which is parsed before those of the configs."""
+
+    optimizers: tuple[str, ...] | None = None
+
+
 def run(argv: list[str]) -> int:
     """Run `maxmars compare`."""
     if argv[:1] == ["verify"]:
         return _verify(parse_options(VerifyArguments, argv[1:], prog=f"{_PROG} verify"))
-    specs = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    options = argv[len(specs) :]
-    if asks_for_help(options):
-        if len(specs) == 1 and (in_file := load_comparison(specs[0])) is not None:
-            _of_file(in_file, options, f"{_PROG} {specs[0]}")
-        parse_arguments(CompareArguments, argv, prog=_PROG, example="compare_tiny")
-    if not specs:
-        raise UsageError(
-            f"{_PROG} needs a config before its options, for example `{_PROG} compare_tiny`. See "
-            f"`{_PROG} --help`."
-        )
-    arguments, comparison = _plan(specs, options)
+    arguments, comparison = _plan(argv)
     workdir = _workdir(arguments)
     from maxmars.distributed.progress import loading_jax
 
@@ -130,22 +126,36 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _plan(specs: Sequence[str], options: Sequence[str]) -> tuple[CompareArguments, Comparison]:
+def _plan(argv: list[str]) -> tuple[CompareArguments, Comparison]:
     """The comparison that a command line asks for."""
-    # Three ways to say who takes part:
+    # Two ways to say who takes part:
     #
-    #   compare_tiny.py                                    a file's get_comparison()
-    #   gpt2.py --optimizers adamw mars my_opt.py:make     one CONFIG, with each choice `optimizer`
-    #   gpt2.py:optimizer=mars own.py                      several CONFIGs
+    #   compare_tiny                                       a file's get_comparison()
+    #   gpt2 --optimizers adamw mars my_opt.py:make        one CONFIG, with each choice `optimizer`
     #
-    # The options after them, such as --num-steps 500, are parsed once for each contender, on top of
-    # its own config.
-    words = _words_of(options, "--optimizers")
-    in_file = None if words or len(specs) > 1 else load_comparison(specs[0])
+    # The options, such as --num-steps 500, are parsed once for each contender, on top of its own
+    # config.
+    named, argv = tyro.cli(_Named, args=argv, return_unknown_args=True, add_help=False)
+    optimizers = named.optimizers or ()
+    _check_words("--optimizers", optimizers)
+    if named.optimizers == () or not all(optimizers) or len({*optimizers}) < len(optimizers):
+        raise UsageError(f"--optimizers {' '.join(optimizers)} must name optimizers, each once.")
+    spec, *options = argv or ["-"]
+    if spec.startswith("-") and not asks_for_help(argv):
+        raise UsageError(
+            f"{_PROG} needs a config before its options, for example `{_PROG} compare_tiny`. See "
+            f"`{_PROG} --help`."
+        )
+    if options and not spec.startswith("-") and not options[0].startswith("-"):
+        raise UsageError(
+            f"{_PROG} {spec} {options[0]}: one CONFIG makes a comparison. Name contenders by "
+            "--optimizers A B, or return them from get_comparison() in a file."
+        )
+    in_file = None if optimizers or spec.startswith("-") else load_comparison(spec)
     if in_file is not None:
-        parsed = _of_file(in_file, options, f"{_PROG} {shlex.quote(specs[0])}")
+        parsed = _of_file(in_file, options, f"{_PROG} {shlex.quote(spec)}")
     else:
-        parsed = _of_words(specs, words, options)
+        parsed = _of_words(argv, optimizers)
     arguments = next(iter(parsed.values()))
     given = {name: getattr(arguments, name) for name in _SHARED}
     try:
@@ -218,23 +228,20 @@ def _of_file(
     }
 
 
-def _of_words(
-    specs: Sequence[str], words: Sequence[str], options: Sequence[str]
-) -> dict[str, CompareArguments]:
-    """The command line read for each CONFIG, or for each word of `--optimizers`."""
+def _of_words(argv: Sequence[str], optimizers: Sequence[str]) -> dict[str, CompareArguments]:
+    """The command line read for each word of `--optimizers`, or for CONFIG alone."""
+    parse = functools.partial(
+        parse_arguments, CompareArguments, argv, prog=_PROG, example="compare_tiny"
+    )
+    if not optimizers:
+        arguments = parse()
+        return {arguments.config.name: arguments}
     parsed: dict[str, CompareArguments] = {}
-    for spec in specs:
-        for word in words or [None]:
-            given = {} if word is None else {"optimizer": word}
-            arguments = parse_arguments(
-                CompareArguments, [spec, *options], prog=_PROG, choices=given
-            )
-            name = arguments.config.name
-            if word is not None and len(specs) == 1:
-                name = Source.parse(word).short if ":" in word else word
-            if name in parsed:
-                raise UsageError(f"{spec} makes another contender {name!r}; the names must differ.")
-            parsed[name] = arguments
+    for word in optimizers:
+        name = Source.parse(word).short if ":" in word else word
+        if name in parsed:
+            raise UsageError(f"--optimizers {word} makes another contender {name!r}.")
+        parsed[name] = parse(choices={"optimizer": word})
     return parsed
 
 
@@ -392,22 +399,6 @@ def _run_names(paths: Sequence[Workdir]) -> list[str]:
         if len(set(names)) == len(names):
             return names
         lengths = [n + (names.count(name) > 1) for n, name in zip(lengths, names, strict=True)]
-
-
-def _words_of(options: Sequence[str], flag: str) -> list[str]:
-    """The words of an option that says which configs to load, before the options of these can be
-    read; none where it is not given."""
-    indices = [i for i, word in enumerate(options) if word.partition("=")[0] == flag]
-    if not indices:
-        return []
-    _, equals, first = options[indices[-1]].partition("=")
-    rest = options[indices[-1] + 1 :]
-    after = itertools.takewhile(lambda word: not word.startswith("-"), rest)
-    names = [first] if equals else list(after)
-    _check_words(flag, names)
-    if not all(names) or not names or len(set(names)) < len(names):
-        raise UsageError(f"{flag} {' '.join(names)} must name {flag.lstrip('-')}, each once.")
-    return names
 
 
 def _check_words(flag: str, words: Sequence[str]) -> None:
