@@ -1,12 +1,12 @@
-"""Results of cells that never ran, and rows that are not as a comparison wrote them."""
+"""Results of trials that never ran, and rows that are not as a comparison wrote them."""
 
 import json
 
-from maxmars.compare.cells import Cell, CellResult
+from maxmars.compare.trials import Row, Trial
 
 
-def cell_result(cell: Cell, loss: float, **changes) -> CellResult:
-    """A cell that ended at this loss, and of which nothing else is known but the changes."""
+def made_row(trial: Trial, loss: float, **changes) -> Row:
+    """A trial that ended at this loss, and of which nothing else is known but the changes."""
     fields = {
         "diverged": None,
         "step_time_s": None,
@@ -18,7 +18,7 @@ def cell_result(cell: Cell, loss: float, **changes) -> CellResult:
         "final_state": None,
         "environment": {},
     }
-    return CellResult(cell=cell, loss=loss, **fields | changes)
+    return Row(trial=trial, loss=loss, **fields | changes)
 
 
 def change_rows(workdir, change, contender="lion"):

@@ -19,9 +19,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from maxmars.compare.cells import COMPARISON
 from maxmars.compare.report import write_report
 from maxmars.compare.summary import Summary, summarize
+from maxmars.compare.trials import COMPARISON
 
 RESULTS, FIGURES = Path(".github", "results"), Path(".github", "figures")
 COLORS = 64

@@ -26,8 +26,8 @@ from maxmars.config.comparison import ComparisonConfig, SearchConfig
 from maxmars.config.load import load_comparison
 
 if TYPE_CHECKING:
-    from maxmars.compare.cells import Comparison, Contender
     from maxmars.compare.grids import Number
+    from maxmars.compare.trials import Comparison, Contender
     from maxmars.distributed.files import Workdir
 
 _PROG = "maxmars compare"
@@ -71,7 +71,7 @@ class CompareArguments(ConfigArguments, SearchConfig):
     )
 
     workdir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory of this comparison, on a disk (required). Its finished cells are kept."""
+    """Directory of this comparison, on a disk (required). Its finished trials are kept."""
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="A B ...")] = ()
     """Values of the config file's choice `optimizer`, each of which makes a contender. That of
     FILE.py:make, whose path is relative to the working directory, is called FILE."""
@@ -106,15 +106,15 @@ def run(argv: list[str]) -> int:
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
-        from maxmars.compare.cells import read_results
         from maxmars.compare.figures import why_no_figures
         from maxmars.compare.report import print_plan, print_report
         from maxmars.compare.run import compare
         from maxmars.compare.summary import summarize
+        from maxmars.compare.trials import read_rows
         from maxmars.distributed import processes
         from maxmars.distributed.exits import EXIT_CODE
 
-    print_plan(comparison, read_results(comparison, workdir))
+    print_plan(comparison, read_rows(comparison, workdir))
     if why_none := why_no_figures():
         print(why_none)
     if arguments.dry_run:
@@ -168,7 +168,7 @@ def _plan(argv: list[str]) -> tuple[CompareArguments, Comparison]:
         raise UsageError(str(error)) from error
     contenders = _contenders(config, arguments)
     # Imported late: they load JAX.
-    from maxmars.compare.cells import Comparison
+    from maxmars.compare.trials import Comparison
 
     first = contenders[0].config.seed
     num_fields = max(len(contender.grids) for contender in contenders)
@@ -202,7 +202,7 @@ def _workdir(arguments: CompareArguments) -> Path:
     from maxmars.distributed.files import is_remote, resolve
 
     if arguments.workdir is None:
-        raise UsageError(f"{_PROG} needs --workdir DIR, where finished cells are kept.")
+        raise UsageError(f"{_PROG} needs --workdir DIR, where finished trials are kept.")
     if is_remote(resolve(arguments.workdir)):
         raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
     return Path(arguments.workdir).expanduser().absolute()
@@ -236,13 +236,13 @@ def _of_words(argv: Sequence[str], optimizers: Sequence[str]) -> dict[str, Compa
     if not optimizers:
         arguments = parse()
         return {arguments.config.name: arguments}
-    parsed: dict[str, CompareArguments] = {}
+    words: dict[str, str] = {}
     for word in optimizers:
         name = Source.parse(word).short if ":" in word else word
-        if name in parsed:
-            raise UsageError(f"--optimizers {word} makes another contender {name!r}.")
-        parsed[name] = parse(choices={"optimizer": word})
-    return parsed
+        if name in words:
+            raise UsageError(f"--optimizers {words[name]} {word}: both are called {name!r}.")
+        words[name] = word
+    return {name: parse(choices={"optimizer": word}) for name, word in words.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +322,6 @@ def run_report(argv: list[str]) -> int:
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
-        from maxmars.compare.cells import COMPARISON
         from maxmars.compare.curves import read_run
         from maxmars.compare.report import (
             best_lines,
@@ -335,6 +334,7 @@ def run_report(argv: list[str]) -> int:
             write_run_report,
         )
         from maxmars.compare.summary import summarize
+        from maxmars.compare.trials import COMPARISON
         from maxmars.distributed.files import is_remote, resolve
 
     runs = {text: resolve(text) for text in arguments.runs}
@@ -392,8 +392,8 @@ def run_report(argv: list[str]) -> int:
 def _run_names(paths: Sequence[Workdir]) -> list[str]:
     """Names of runs and comparisons: of a run within a comparison with its contender, and with as
     many directories before as tell it from the others."""
-    is_cell = [path.parts[-3:-2] == ("cells",) for path in paths]
-    lengths = [2 if within else 1 for within in is_cell]
+    is_trial = [path.parts[-3:-2] == ("cells",) for path in paths]
+    lengths = [2 if within else 1 for within in is_trial]
     while True:
         names = ["/".join(p.parts[-n:]) for p, n in zip(paths, lengths, strict=True)]
         if len(set(names)) == len(names):
@@ -409,7 +409,7 @@ def _check_words(flag: str, words: Sequence[str]) -> None:
 
 def _prepare(config: TrainConfig) -> TrainConfig:
     """The config of a contender: always with the validation loss, and with nothing else that would
-    be evaluated in each cell."""
+    be evaluated in each trial."""
     evaluation = dataclasses.replace(config.eval, hellaswag_every=None, own=None)
     if evaluation.every is None:
         evaluation = dataclasses.replace(evaluation, every=config.num_steps)
@@ -421,8 +421,8 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
-        from maxmars.compare.cells import Contender
         from maxmars.compare.grids import LEARNING_RATE, make_grid, value_of
+        from maxmars.compare.trials import Contender
 
     for name in config.tune:
         if all(value_of(each, name) is None for each in config.contenders.values()):

@@ -17,7 +17,6 @@ from typing import Any, Literal
 import numpy as np
 
 from maxmars.checkpoint.journal import read_journal
-from maxmars.compare.cells import Comparison, describe_setting
 from maxmars.compare.curves import (
     BITS_PER_BYTE,
     LOGGED,
@@ -37,7 +36,7 @@ from maxmars.compare.figures import (
     why_no_figures,
 )
 from maxmars.compare.grids import LEARNING_RATE
-from maxmars.compare.search import Results, Search
+from maxmars.compare.search import Search
 from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.compare.summary import (
     EFFECT,
@@ -54,6 +53,7 @@ from maxmars.compare.tables import (
     markdown_table,
     print_table,
 )
+from maxmars.compare.trials import Comparison, Rows, describe_setting
 from maxmars.config.numbers import duration, short
 from maxmars.distributed.files import Workdir, read_text, write_text
 from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
@@ -163,18 +163,18 @@ def _recorded(summaries: Summaries) -> Iterator[_Recorded]:
         for outcome in summary.outcomes:
             best = outcome.best
             logged = {} if best is None else dict(zip(best.losses, best.line.logged, strict=True))
-            for result in outcome.results:
-                cell = result.cell
-                is_best = best is not None and cell.setting == best.setting
-                labels = {"comparison": where, "contender": cell.contender}
-                labels |= {"setting": describe_setting(cell.setting), "seed": str(cell.seed)}
+            for result in outcome.rows:
+                trial = result.trial
+                is_best = best is not None and trial.setting == best.setting
+                labels = {"comparison": where, "contender": trial.contender}
+                labels |= {"setting": describe_setting(trial.setting), "seed": str(trial.seed)}
                 labels |= {"best": str(is_best)}
                 tokens_per_step = outcome.contender.config.tokens_per_step
                 own = Logged(
                     tokens={step: step * tokens_per_step for step, _ in result.train_losses},
                     series={TRAINING_LOSS: result.train_losses},
                 )
-                yield labels, result.curve, logged[cell.seed] if is_best else own
+                yield labels, result.curve, logged[trial.seed] if is_best else own
 
 
 def _curves_csv(runs: Iterable[_Recorded]) -> str:
@@ -302,7 +302,7 @@ def check_out(out: Path, origin: str) -> None:
         )
 
 
-def print_plan(comparison: Comparison, results: Results) -> None:
+def print_plan(comparison: Comparison, rows: Rows) -> None:
     """Print what a comparison is about to do, in 80 columns."""
     contenders, seeds = comparison.contenders, len(comparison.seeds)
     for contender in contenders:
@@ -311,9 +311,9 @@ def print_plan(comparison: Comparison, results: Results) -> None:
             for grid in contender.grids
         )
         print(fold(f"{contender.name}: begins with {', '.join(begins) or 'its own values'}"))
-    searches = [Search(contender, comparison, results) for contender in contenders]
-    num_left = sum(search.most_cells_left for search in searches)
-    kept = f"; {len(results):,} are finished" if results else ""
+    searches = [Search(contender, comparison, rows) for contender in contenders]
+    num_left = sum(search.most_trials_left for search in searches)
+    kept = f"; {len(rows):,} are finished" if rows else ""
     print(
         fold(
             f"At most {num_left:,} runs of {contenders[0].config.num_steps:,} steps{kept}: each "
@@ -375,7 +375,7 @@ def _print_summary(summary: Summary) -> None:
     if any(summary.mark(pair.first, pair.second) for pair in summary.pairs):
         texts.append(MARK_MEANS)
     if summary.num_missing:
-        texts.append(f"unfinished: cells are missing, {summary.num_missing} at least")
+        texts.append(f"unfinished: trials are missing, {summary.num_missing} at least")
     if len(_tuned(summary)) > 1:
         texts += [
             f"{o.contender.name}: {describe_setting(o.best.setting).replace(',', ', ')}"
@@ -457,7 +457,7 @@ def _result(outcome: Outcome, summary: Summary) -> Mapping[str, str]:
     """The cells of a contender under `_COLUMNS` and `_PRINTED`; `_NONE` where there is nothing."""
     best, comparison, step_s = outcome.best, summary.comparison, outcome.step_time_s
     cells = defaultdict(lambda: _NONE, name=outcome.contender.name)
-    cells["diverged"] = f"{outcome.num_diverged} of {outcome.num_cells}"
+    cells["diverged"] = f"{outcome.num_diverged} of {outcome.num_trials}"
     if step_s is not None:
         cells["step_ms"] = f"{1000 * step_s:.1f}"
     if best is None:
@@ -515,7 +515,7 @@ def _results_csv(summaries: Summaries) -> str:
             row |= {"p_adjusted": test and summary.p_adjusted[name]}
             row |= {"num_seeds": 0 if best is None else len(best.losses)}
             row |= {"search_ended": outcome.search.is_at_its_end}
-            row |= {"step_time_s": outcome.step_time_s, "num_cells": outcome.num_cells}
+            row |= {"step_time_s": outcome.step_time_s, "num_trials": outcome.num_trials}
             rows.append(row | {"num_diverged": outcome.num_diverged})
     return csv_table(list(rows[0]), [list(row.values()) for row in rows])
 
@@ -523,23 +523,23 @@ def _results_csv(summaries: Summaries) -> str:
 def _notes(summary: Summary) -> Iterator[str]:
     if summary.num_missing:
         yield (
-            f"UNFINISHED: cells are missing, {summary.num_missing} at least; the same "
+            f"UNFINISHED: trials are missing, {summary.num_missing} at least; the same "
             "`maxmars compare` command continues."
         )
     yield from _search_notes(summary)
     for name, what in (("code", "of maxmars's code"), ("jax", "of JAX"), ("python", "of Python")):
-        versions = {r.environment.get(name) for o in summary.outcomes for r in o.results}
+        versions = {r.environment.get(name) for o in summary.outcomes for r in o.rows}
         if len(versions - {None}) > 1:
-            yield f"The cells ran with {len(versions - {None})} versions {what}."
+            yield f"The trials ran with {len(versions - {None})} versions {what}."
     devices: dict[str, dict[str, None]] = {}
     for outcome in summary.outcomes:
-        for at in (r.environment for r in outcome.results if r.environment):
+        for at in (r.environment for r in outcome.rows if r.environment):
             device = f"{at['num_devices']} x {' and '.join(at['device_kinds'])}"
             devices.setdefault(device, {})[outcome.contender.name] = None
     if len(devices) > 1:
         listed = "; ".join(f"{device}: {', '.join(names)}" for device, names in devices.items())
         yield (
-            "The cells ran on several devices, so their step times do not compare, and losses "
+            "The trials ran on several devices, so their step times do not compare, and losses "
             f"differ by rounding: {listed}."
         )
     needed = {o.contender.name: o.best.seeds_needed for o in summary.outcomes if o.best}
@@ -661,7 +661,7 @@ def _pair_blocks(summaries: Summaries) -> Iterator[str]:
 
 def _tuning_text(summary: Summary) -> str:
     comparison = summary.comparison
-    used = ", ".join(f"{o.num_cells} ({o.contender.name})" for o in summary.outcomes)
+    used = ", ".join(f"{o.num_trials} ({o.contender.name})" for o in summary.outcomes)
     confirmed = ""
     if comparison.confirm > 1:
         confirmed = (
@@ -669,9 +669,10 @@ def _tuning_text(summary: Summary) -> str:
         )
     return (
         f"Coordinate descent over {', '.join(_tuned(summary))}, with seed {comparison.seeds[0]} "
-        f"and a budget of {comparison.budget} cells a contender. {confirmed}Then the best settings "
-        f"of each, {comparison.finalists} at most, ran with all seeds. Cells in all: {used}. A "
-        "setting names the learning rate, and other fields where they are not as in the config."
+        f"and a budget of {comparison.budget} trials a contender. {confirmed}Then the best "
+        f"settings of each, {comparison.finalists} at most, ran with all seeds. Trials in all: "
+        f"{used}. A setting names the learning rate, and other fields where they are not as in the "
+        "config."
     )
 
 
@@ -694,8 +695,8 @@ def _comparison_figures(summary: Summary, figures: _Figures) -> Iterator[str]:
     yield from _line_figures(best_lines(summary), figures, " at the best setting")
     for field in _tuned(summary):
         name = f"tuning_{field}"
-        grids = {o.contender.name: o.along(field) for o in summary.outcomes}
-        others = {o.contender.name: o.beside(field) for o in summary.outcomes}
+        grids = {o.contender.name: o.on_slice(field) for o in summary.outcomes}
+        others = {o.contender.name: o.off_slice(field) for o in summary.outcomes}
         if draw_tuning(grids, figures.path(name), field, others, note=figures.note):
             caption = (
                 f"Final validation loss against {field}, of every run. On the thick lines all else "

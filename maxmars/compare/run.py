@@ -1,8 +1,8 @@
-"""Run the cells of a comparison that are missing, each by `maxmars.train`, then write the report.
+"""Run the trials of a comparison that are missing, each by `maxmars.train`, then write the report.
 
 A comparison is fair when its contenders differ only in how they train. Their configs are compared
-before the first cell runs, and before each cell the digests of its initial weights and of its first
-and last batch are compared with those of the other cells of its seed.
+before the first trial runs, and before each trial the digests of its initial weights and of its
+first and last batch are compared with those of the other trials of its seed.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ import numpy as np
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.journal import Began, Rewound, Saved, read_journal, session_starts
 from maxmars.checkpoint.lock import FileLock, is_owned
-from maxmars.compare.cells import (
-    Cell,
-    CellResult,
-    Comparison,
-    Contender,
-    check_comparable,
-    open_comparison,
-    read_results,
-    write_result,
-)
 from maxmars.compare.curves import median_step_time, read_curve
 from maxmars.compare.report import write_report
-from maxmars.compare.search import Results, Search, next_cells
+from maxmars.compare.search import Search, next_trials
 from maxmars.compare.summary import summarize
+from maxmars.compare.trials import (
+    Comparison,
+    Contender,
+    Row,
+    Rows,
+    Trial,
+    check_comparable,
+    open_comparison,
+    read_rows,
+    write_row,
+)
 from maxmars.config import TrainConfig
 from maxmars.config.errors import in_words
 from maxmars.config.numbers import duration
@@ -58,17 +59,17 @@ from maxmars.train.training import open_training
 RISE = 0.5
 """A run diverged if its validation loss ends more than this many nats above its lowest value."""
 
-_POLL_S = 5.0  # between looks for results of other processes
+_POLL_S = 5.0  # between looks for rows of other processes
 
 Digests = tuple[str, str]
 """Digests of the weights that a run starts from, and of the batches of its first and last step."""
 
 
 def compare(comparison: Comparison, workdir: Path) -> bool:
-    """Run the cells that a comparison lacks, on all devices, and write its report.
+    """Run the trials that a comparison lacks, on all devices, and write its report.
 
-    Any number of processes may do so at the same time: whoever locks a cell's directory first runs
-    it, and all read the finished results anew before they choose. Where all cells that are left
+    Any number of processes may do so at the same time: whoever locks a trial's directory first runs
+    it, and all read the rows anew before they choose. Where all trials that are left
     run already, this waits for the others.
 
     Args:
@@ -76,7 +77,7 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
       workdir: directory of the comparison, on a disk of this machine.
 
     Returns:
-      Whether the comparison is complete. It is not after SIGTERM or Ctrl-C, which save the cell
+      Whether the comparison is complete. It is not after SIGTERM or Ctrl-C, which save the trial
       that is running; the next call continues it.
 
     Raises:
@@ -91,58 +92,56 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
     comparison = _with_precision(comparison)
     open_comparison(comparison, workdir)
     contenders = {contender.name: contender for contender in comparison.contenders}
-    results = read_results(comparison, workdir)
-    print(f"cells and their logs: {workdir / 'cells'}", flush=True)
-    if results:
-        print(f"{len(results)} cells are finished and kept", flush=True)
+    print(f"trials and their logs: {workdir / 'cells'}", flush=True)
+    if finished := len(read_rows(comparison, workdir)):
+        print(f"{finished} trials are finished and kept", flush=True)
     starts: dict[tuple[str, int], Digests] = {}
     with RunProcess() as process:
-        process.started()  # a signal finishes the step and saves the cell
-        while pending := next_cells(comparison, results):
-            if process.stop_due():
+        process.started()  # a signal finishes the step and saves the trial
+        # Each turn: what is missing by the rows on the disk, one trial of it, its row.
+        while True:
+            rows = read_rows(comparison, workdir)
+            pending = next_trials(comparison, rows)
+            if not pending or process.stop_due():
                 break
-            # Each turn: what is missing by the results on the disk, one cell of it, its result.
             taken = _take(pending, workdir)
             if taken is None:
-                results = _wait_for_others(comparison, workdir, process)
+                _wait_for_others(comparison, workdir, process)
                 continue
-            cell, lock = taken
+            trial, lock = taken
             try:
-                results = read_results(comparison, workdir)
-                if cell in results:  # another process finished it just now
+                rows = read_rows(comparison, workdir)
+                if trial in rows:  # another process finished it just now
                     continue
-                contender = contenders[cell.contender]
-                key = cell.contender, cell.seed
-                if key not in starts:  # the cell's own values may be refused
-                    starts[key] = find_start(dataclasses.replace(contender.config, seed=cell.seed))
-                _check_same_start(cell, starts[key], results.values())
-                refusal = _refusal(cell, contender)
-                if refusal is None:
-                    directory = cell.directory(workdir)
-                    config = cell.config(contender)
-                    result = run_cell(cell, config, directory, starts[key], process)
+                contender = contenders[trial.contender]
+                key = trial.contender, trial.seed
+                if key not in starts:  # the trial's own values may be refused
+                    starts[key] = find_start(dataclasses.replace(contender.config, seed=trial.seed))
+                _check_same_start(trial, starts[key], rows.values())
+                directory = trial.directory(workdir)
+                if refusal := _refusal(trial, contender):
+                    row = _refused(trial, refusal, starts[key])
                 else:
-                    result = _refused(cell, refusal, starts[key])
-                if result is None:
+                    row = run_trial(trial, trial.config(contender), directory, starts[key], process)
+                if row is None:
                     break
-                if not any(r.cost for c, r in results.items() if c.contender == cell.contender):
-                    result = dataclasses.replace(result, cost=step_cost(contender.config))
-                write_result(result, workdir)
-                # A finished cell is never continued, and the states of a whole grid fill a disk.
-                shutil.rmtree(cell.directory(workdir) / CHECKPOINTS, ignore_errors=True)
+                if not any(r.cost for t, r in rows.items() if t.contender == trial.contender):
+                    row = dataclasses.replace(row, cost=step_cost(contender.config))
+                write_row(row, workdir)
+                # A finished trial is never continued, and the states of a whole grid fill a disk.
+                shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
             finally:
                 lock.release()
-            results = read_results(comparison, workdir)  # others may have finished some as well
-            print(_progress(result, comparison, results, workdir), flush=True)
+            print(_progress(row, comparison, rows | {trial: row}, workdir), flush=True)
     if pending:
-        print(f"stopped with {len(results)} finished cells; the same command continues")
+        print(f"stopped with {len(rows)} finished trials; the same command continues")
         return False
     write_report({"": summarize(workdir)}, workdir)
     return True
 
 
 def keep_programs(workdir: Path) -> None:
-    """Keep what JAX compiles in one directory for all cells, so that those of equal programs
+    """Keep what JAX compiles in one directory for all trials, so that those of equal programs
     compile once."""
     platform = jax.devices()[0].platform
     if platform == "cpu":
@@ -151,32 +150,31 @@ def keep_programs(workdir: Path) -> None:
         compile_cache.keep_beside(workdir, platform)
 
 
-def _take(cells: Iterable[Cell], workdir: Path) -> tuple[Cell, FileLock] | None:
-    """The first cell that no process runs, with the lock of its directory; None where all run."""
-    for cell in cells:
-        directory = cell.directory(workdir)
+def _take(trials: Iterable[Trial], workdir: Path) -> tuple[Trial, FileLock] | None:
+    """The first trial that no process runs, with the lock of its directory; None where all run."""
+    for trial in trials:
+        directory = trial.directory(workdir)
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ValueError):  # another process has it
-            return cell, FileLock(directory, patience_s=0.0)
+            return trial, FileLock(directory, patience_s=0.0)
     return None
 
 
-def _wait_for_others(comparison: Comparison, workdir: Path, process: RunProcess) -> Results:
-    """Wait until there is a cell that no process runs, none is missing, or a signal came."""
+def _wait_for_others(comparison: Comparison, workdir: Path, process: RunProcess) -> None:
+    """Wait until there is a trial that no process runs, none is missing, or a signal came."""
     with Progress() as progress:
-        while True:
-            results = read_results(comparison, workdir)
-            pending = next_cells(comparison, results)
-            are_owned = [is_owned(cell.directory(workdir)) for cell in pending]
-            if not all(are_owned) or not pending or process.stop_due():
-                return results
-            waiting = f"waiting for {len(pending)} cells of other processes"
-            progress.update(waiting, len(results), len(results) + len(pending))
+        while not process.stop_due():
+            rows = read_rows(comparison, workdir)
+            pending = next_trials(comparison, rows)
+            if not all(is_owned(trial.directory(workdir)) for trial in pending) or not pending:
+                return
+            waiting = f"waiting for {len(pending)} trials of other processes"
+            progress.update(waiting, len(rows), len(rows) + len(pending))
             time.sleep(_POLL_S)
 
 
 def _with_precision(comparison: Comparison) -> Comparison:
-    """The comparison with `model.compute_dtype` `auto` replaced, so that all cells share one type,
+    """The comparison with `model.compute_dtype` `auto` replaced, so that all trials share one type,
     also those that run after the comparison moved to another machine."""
     contenders = tuple(
         dataclasses.replace(
@@ -216,14 +214,14 @@ def _check_optimizer(config: TrainConfig) -> None:
     check_optimizer(config.optimizer, Parameters(config.model, mesh), config.ema_decay)
 
 
-def _refusal(cell: Cell, contender: Contender) -> str | None:
-    """Why a cell's values are none for its optimizer; None if they are.
+def _refusal(trial: Trial, contender: Contender) -> str | None:
+    """Why a trial's values are none for its optimizer; None if they are.
 
     Grids go on beyond their ends, each by itself: two values may not be allowed together, and what
     an optimizer of the user's own takes only it knows.
     """
     try:
-        config = cell.config(contender)
+        config = trial.config(contender)
     except ValueError as error:
         return str(error)
     try:
@@ -233,10 +231,10 @@ def _refusal(cell: Cell, contender: Contender) -> str | None:
     return None
 
 
-def _refused(cell: Cell, reason: str, start: Digests) -> CellResult:
-    """The result of a cell that does not run."""
-    return CellResult(
-        cell=cell,
+def _refused(trial: Trial, reason: str, start: Digests) -> Row:
+    """The row of a trial that does not run."""
+    return Row(
+        trial=trial,
         loss=math.inf,
         diverged=reason,
         step_time_s=None,
@@ -250,29 +248,29 @@ def _refused(cell: Cell, reason: str, start: Digests) -> CellResult:
     )
 
 
-def _check_same_start(cell: Cell, start: Digests, results: Iterable[CellResult]) -> None:
-    for other in results:
+def _check_same_start(trial: Trial, start: Digests, rows: Iterable[Row]) -> None:
+    for other in rows:
         theirs = (other.initial_weights, other.tokens)
-        if other.cell.seed == cell.seed and start != theirs:
+        if other.trial.seed == trial.seed and start != theirs:
             what = "weights" if start[0] != theirs[0] else "tokens"
             raise ValueError(
-                f"{cell.contender} and {other.cell.contender} have other {what} with seed "
-                f"{cell.seed}, so their losses cannot be paired. Did the data or the code change "
+                f"{trial.contender} and {other.trial.contender} have other {what} with seed "
+                f"{trial.seed}, so their losses cannot be paired. Did the data or the code change "
                 "since the comparison began? Choose another --workdir."
             )
 
 
-def run_cell(
-    cell: Cell,
+def run_trial(
+    trial: Trial,
     config: TrainConfig,
     directory: Path,
     start: Digests,
     process: RunProcess | None = None,
-) -> CellResult | None:
-    """Train a cell, or continue it; None if a signal stopped it before its end.
+) -> Row | None:
+    """Train a trial, or continue it; None if a signal stopped it before its end.
 
     Args:
-      cell: which one it is.
+      trial: which one it is.
       config: its config.
       directory: its working directory.
       start: see `find_start`.
@@ -295,8 +293,8 @@ def run_cell(
     rows = read_metrics(directory)
     lines = read_journal(directory)
     states = [line.digest for line in lines if isinstance(line, Began | Saved | Rewound)]
-    return CellResult(
-        cell=cell,
+    return Row(
+        trial=trial,
         loss=loss,
         diverged=diverged,
         step_time_s=median_step_time(rows),
@@ -311,23 +309,23 @@ def run_cell(
     )
 
 
-def _progress(result: CellResult, comparison: Comparison, results: Results, workdir: Path) -> str:
-    """How a cell ended, how many there are at most, and the time that they may take."""
-    cell = result.cell
+def _progress(row: Row, comparison: Comparison, rows: Rows, workdir: Path) -> str:
+    """How a trial ended, how many there are at most, and the time that they may take."""
+    trial = row.trial
     num_left, seconds_left = 0, 0.0
     for contender in comparison.contenders:
-        own = [r.seconds for c, r in results.items() if c.contender == contender.name]
-        most = Search(contender, comparison, results).most_cells_left
+        own = [r.seconds for t, r in rows.items() if t.contender == contender.name]
+        most = Search(contender, comparison, rows).most_trials_left
         num_left += most
-        seconds_left += most * float(np.mean(own or [result.seconds]))
-    others = sum(is_owned(c.directory(workdir)) for c in next_cells(comparison, results))
+        seconds_left += most * float(np.mean(own or [row.seconds]))
+    others = sum(is_owned(t.directory(workdir)) for t in next_trials(comparison, rows))
     width = max(len(contender.name) for contender in comparison.contenders)
-    text = f"[{len(results):>3}/{len(results) + num_left}] {cell.contender:<{width}}  "
-    text += "diverged" if result.diverged else f"validation loss {result.loss:.4f}"
-    text += f"  {duration(result.seconds)}"
+    text = f"[{len(rows):>3}/{len(rows) + num_left}] {trial.contender:<{width}}  "
+    text += "diverged" if row.diverged else f"validation loss {row.loss:.4f}"
+    text += f"  {duration(row.seconds)}"
     if num_left:
         text += f", at most {duration(seconds_left / (1 + others))} left"
-    details = [cell.name, *([result.diverged] if result.diverged else [])]
+    details = [trial.name, *([row.diverged] if row.diverged else [])]
     return "\n        ".join([text, *details])
 
 

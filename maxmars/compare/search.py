@@ -1,9 +1,9 @@
-"""Which cells to run next: the search for the best setting with one seed, then more seeds.
+"""Which trials to run next: the search for the best setting with one seed, then more seeds.
 
-The choice depends on the results so far alone, so that a comparison that was stopped, or that
+The choice depends on the rows so far alone, so that a comparison that was stopped, or that
 several processes share, continues by asking again. It goes in three stages:
 
-1. Coordinate descent with the first seed, over at most `budget` cells of each contender: all
+1. Coordinate descent with the first seed, over at most `budget` trials of each contender: all
    scanned learning rates at the config's own other values; then one field after the other, each
    moved to its better neighbour in the grid as long as that lowers the loss; the round is repeated
    until it changes nothing. Then the learning rate is moved together with each other field, since
@@ -12,7 +12,7 @@ several processes share, continues by asking again. It goes in three stages:
    and the mean over them decides: at the edge of stability a run may be lucky with one.
 2. All seeds at the `finalists` best settings: one seed cannot tell close ones apart. Their mean
    losses decide.
-3. Where these, or cells that a search with other options left, make another setting the best one
+3. Where these, or trials that a search with other options left, make another setting the best one
    than that at which the descent ended, its neighbours are tried as well, within the budget. Then
    the second stage comes again, until the neighbours of the best setting are all tried.
 """
@@ -22,70 +22,63 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from maxmars.compare.cells import Cell, CellResult, Comparison, Contender, Setting, make_setting
 from maxmars.compare.grids import LEARNING_RATE, Grid, Number, value_of
-
-Results = Mapping[Cell, CellResult]
+from maxmars.compare.trials import Comparison, Contender, Row, Rows, Setting, Trial, make_setting
 
 _Values = dict[str, Number]
-_Try = tuple[Setting, int]  # with this seed
 
 
 class Search:
-    """The search of one contender, replayed on the results so far."""
+    """The search of one contender, replayed on the rows so far."""
 
     tried: tuple[Setting, ...]
-    """The settings that it asked for so far, in this order; the last ones may be without result."""
-    missing: tuple[Cell, ...]
-    """Cells that it asked for and that have no result."""
-    finals: tuple[Cell, ...]
-    """Cells of the finalists that have no result; none as long as others are missing."""
+    """The settings that it asked for so far, in this order; the last ones may be without a row."""
+    missing: tuple[Trial, ...]
+    """Trials that it asked for and that have no row."""
+    finals: tuple[Trial, ...]
+    """Trials of the finalists that have no row; none as long as others are missing."""
     untried: tuple[Setting, ...]
     """Settings that would be next, for which the budget was too small."""
     budget_left: int
-    """Cells that it may still ask for."""
+    """Trials that it may still ask for."""
     best: Setting | None
     """The setting with the lowest mean loss among the finalists with the most finished seeds; None
     where every setting diverged or none is finished."""
 
-    def __init__(self, contender: Contender, comparison: Comparison, results: Results) -> None:
-        """Replay it; results of other contenders are left aside."""
-        self._comparison = comparison
-        own = {cell: r for cell, r in results.items() if cell.contender == contender.name}
-        self._of_try = {(cell.setting, cell.seed): result for cell, result in own.items()}
-        self._asked: list[_Try] = []  # counts against the budget
-        seeds = comparison.seeds[: comparison.confirm]
-        of_try = {one: result.loss for one, result in self._of_try.items()}
-        losses = _Losses(contender, seeds, of_try)
-        # The search has no state. It starts anew on all results, and each list of tries that it
+    def __init__(self, contender: Contender, comparison: Comparison, rows: Rows) -> None:
+        """Replay it; rows of other contenders are left aside."""
+        self._comparison, self._name = comparison, contender.name
+        self._rows = {trial: row for trial, row in rows.items() if trial.contender == self._name}
+        self._requested: list[Trial] = []  # counts against the budget
+        losses = _Losses(contender, comparison.seeds[: comparison.confirm], self._rows)
+        # The search has no state. It starts anew on all rows, and each list of trials that it
         # yields is looked up:
         #
-        #   _descend yields [lr 1e-3, 2e-3, 4e-3]    all have results: go on
-        #   _descend yields [lr 2e-3, wd 0.1]        no result: this is `missing`, the next cells
+        #   _descend yields [lr 1e-3, 2e-3, 4e-3]    all have rows: go on
+        #   _descend yields [lr 2e-3, wd 0.1]        no row: this is `missing`, the next trials
         #
-        # With these results the next replay comes one step further.
-        missing, left = self._ask(_descend(contender, losses))
+        # With these rows the next replay comes one step further.
+        missing, left = self._take_affordable(_descend(contender, losses))
         while True:
-            finals: list[_Try] = [(s, seed) for s in self._finalists() for seed in comparison.seeds]
-            finals = [] if missing else [one for one in finals if one not in self._of_try]
+            finals = [t for s in self._finalists() for t in self._trials_at(s)]
+            finals = [] if missing else [trial for trial in finals if trial not in self._rows]
             self.best = self._best()
             # Another setting may still become the best one, or the budget is used up: no round of
             # the neighbours yet.
             if missing or left or finals or self.best is None:
                 break
-            num_asked = len(self._asked)
-            missing, left = self._ask(_around(self.best, contender, losses))
-            if not left and len(self._asked) == num_asked:
+            num_requested = len(self._requested)
+            missing, left = self._take_affordable(_neighbourhood(self.best, contender, losses))
+            if not left and len(self._requested) == num_requested:
                 break
-        self.tried, self.untried = _settings(self._asked), _settings(left)
-        self.missing = tuple(comparison.cell(contender, *one) for one in missing)
-        self.finals = tuple(comparison.cell(contender, *one) for one in finals)
-        self.budget_left = comparison.budget - len(self._asked)
+        self.tried, self.untried = _settings(self._requested), _settings(left)
+        self.missing, self.finals = tuple(missing), tuple(finals)
+        self.budget_left = comparison.budget - len(self._requested)
 
     @property
     def is_at_its_end(self) -> bool:
@@ -93,14 +86,14 @@ class Search:
         return not (self.missing or self.finals or self.untried)
 
     @property
-    def next_cells(self) -> Sequence[Cell]:
+    def next_trials(self) -> Sequence[Trial]:
         """Those to run next; none when it is complete."""
         return self.missing or self.finals
 
     @property
-    def most_cells_left(self) -> int:
-        """How many cells are missing at most; fewer if it ends early, and more only if seeds decide
-        for a setting at which it did not end."""
+    def most_trials_left(self) -> int:
+        """How many trials are missing at most; fewer if it ends early, and more only if seeds
+        decide for a setting at which it did not end."""
         if not self.missing:
             return len(self.finals)
         comparison = self._comparison
@@ -109,31 +102,34 @@ class Search:
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """Those that it tried, then those of other finished cells, which a search with other
+        """Those that it tried, then those of other finished trials, which a search with other
         options left."""
-        others = sorted({setting for setting, _ in self._of_try})
-        return tuple(dict.fromkeys([*_settings(self._asked), *others]))
+        others = sorted({trial.setting for trial in self._rows})
+        return tuple(dict.fromkeys([*_settings(self._requested), *others]))
 
-    def results_at(self, setting: Setting) -> list[CellResult]:
-        """The results of the finished cells at a setting, in the order of the seeds."""
-        tries = [(setting, seed) for seed in self._comparison.seeds]
-        return [self._of_try[one] for one in tries if one in self._of_try]
+    def rows_at(self, setting: Setting) -> list[Row]:
+        """The rows of a setting, in the order of the seeds."""
+        return [self._rows[trial] for trial in self._trials_at(setting) if trial in self._rows]
 
     def losses_at(self, setting: Setting) -> list[float]:
-        """The final losses of the finished cells at a setting, in the order of the seeds."""
-        return [result.loss for result in self.results_at(setting)]
+        """The final losses of the finished trials at a setting, in the order of the seeds."""
+        return [result.loss for result in self.rows_at(setting)]
 
-    def _ask(self, steps: Iterable[list[_Try]]) -> tuple[list[_Try], list[_Try]]:
-        """Take the steps of a search as far as the results and the budget go.
+    def _trials_at(self, setting: Setting) -> list[Trial]:
+        seeds = self._comparison.seeds
+        return [Trial(contender=self._name, setting=setting, seed=seed) for seed in seeds]
+
+    def _take_affordable(self, steps: Iterable[list[Trial]]) -> tuple[list[Trial], list[Trial]]:
+        """Take the steps of a search as far as the rows and the budget go.
 
         Returns:
-          The tries that have no result yet, and those for which the budget is too small.
+          The trials that have no row yet, and those for which the budget is too small.
         """
         for wanted in steps:
-            new = [one for one in dict.fromkeys(wanted) if one not in self._asked]
-            affordable = new[: self._comparison.budget - len(self._asked)]
-            self._asked += affordable
-            missing = [one for one in affordable if one not in self._of_try]
+            new = [trial for trial in dict.fromkeys(wanted) if trial not in self._requested]
+            affordable = new[: self._comparison.budget - len(self._requested)]
+            self._requested += affordable
+            missing = [trial for trial in affordable if trial not in self._rows]
             left = [] if missing else new[len(affordable) :]
             if missing or left:
                 return missing, left
@@ -143,7 +139,7 @@ class Search:
         """The best settings of those that diverged with no seed so far, by the search's seeds."""
         seeds = self._comparison.seeds[: self._comparison.confirm]
         of_search = {
-            setting: [r.loss for r in self.results_at(setting) if r.cell.seed in seeds]
+            setting: [r.loss for r in self.rows_at(setting) if r.trial.seed in seeds]
             for setting in self.settings
             if np.isfinite(self.losses_at(setting)).all()
         }
@@ -165,18 +161,18 @@ class Search:
         return min(means, key=lambda setting: means[setting], default=None)
 
 
-def next_cells(comparison: Comparison, results: Results) -> list[Cell]:
-    """The cells to run next; none when the comparison is complete."""
-    num_finished = Counter(cell.contender for cell in results)
+def next_trials(comparison: Comparison, rows: Rows) -> list[Trial]:
+    """The trials to run next; none when the comparison is complete."""
+    num_finished = Counter(trial.contender for trial in rows)
     # In turns, so that changes of the machine's speed over the hours affect all alike.
     contenders = sorted(comparison.contenders, key=lambda c: num_finished[c.name])
-    searches = [Search(contender, comparison, results) for contender in contenders]
-    rows = itertools.zip_longest(*(search.next_cells for search in searches))
-    return [cell for row in rows for cell in row if cell is not None]
+    searches = [Search(contender, comparison, rows) for contender in contenders]
+    turns = itertools.zip_longest(*(search.next_trials for search in searches))
+    return [trial for turn in turns for trial in turn if trial is not None]
 
 
-def _settings(tries: Iterable[_Try]) -> tuple[Setting, ...]:
-    return tuple(dict.fromkeys(setting for setting, _ in tries))
+def _settings(trials: Iterable[Trial]) -> tuple[Setting, ...]:
+    return tuple(dict.fromkeys(trial.setting for trial in trials))
 
 
 @dataclass(frozen=True)
@@ -186,62 +182,63 @@ class _Losses:
     contender: Contender
     seeds: tuple[int, ...]
     """With which a setting must be better."""
-    of_try: Mapping[_Try, float]
+    rows: Rows
 
-    def first(self, candidates: Iterable[_Values]) -> list[_Try]:
-        """The tries of values with the first seed."""
-        return self._tries(candidates, self.seeds[:1])
+    def trials_first_seed(self, candidates: Iterable[_Values]) -> list[Trial]:
+        """The trials of values with the first seed."""
+        return self._trials(candidates, self.seeds[:1])
 
-    def all(self, candidates: Iterable[_Values]) -> list[_Try]:
-        """The tries of values with each seed."""
-        return self._tries(candidates, self.seeds)
+    def trials_all_seeds(self, candidates: Iterable[_Values]) -> list[Trial]:
+        """The trials of values with each seed."""
+        return self._trials(candidates, self.seeds)
 
-    def order(self, values: _Values) -> tuple[float, float]:
+    def first_seed_loss(self, values: _Values) -> tuple[float, float]:
         """By which values are sorted: their loss with the first seed."""
-        return self._mean(self.first([values]), values)
+        return self._mean(self.trials_first_seed([values]), values)
 
-    def mean(self, values: _Values) -> tuple[float, float]:
+    def mean_loss(self, values: _Values) -> tuple[float, float]:
         """By which values are compared: their mean loss over the seeds."""
-        return self._mean(self.all([values]), values)
+        return self._mean(self.trials_all_seeds([values]), values)
 
-    def to_beat(self, best: _Values) -> tuple[float, float]:
+    def loss_to_beat(self, best: _Values) -> tuple[float, float]:
         """By first seed: where the best values were lucky with it, their mean is what to beat."""
-        return max(self.order(best), self.mean(best))
+        return max(self.first_seed_loss(best), self.mean_loss(best))
 
-    def _tries(self, candidates: Iterable[_Values], seeds: tuple[int, ...]) -> list[_Try]:
+    def _trials(self, candidates: Iterable[_Values], seeds: tuple[int, ...]) -> list[Trial]:
         settings = [make_setting(self.contender.config, values) for values in candidates]
-        return [(setting, seed) for setting in settings for seed in seeds]
+        name = self.contender.name
+        return [Trial(contender=name, setting=s, seed=seed) for s in settings for seed in seeds]
 
-    def _mean(self, tries: list[_Try], values: _Values) -> tuple[float, float]:
+    def _mean(self, trials: list[Trial], values: _Values) -> tuple[float, float]:
         # Of settings that diverge, the one with the lower rate is closer to one that does not.
-        loss = float(np.mean([self.of_try[one] for one in tries]))
+        loss = float(np.mean([self.rows[trial].loss for trial in trials]))
         return loss, 0.0 if math.isfinite(loss) else values.get(LEARNING_RATE, 0.0)
 
 
-def _descend(contender: Contender, losses: _Losses) -> Generator[list[_Try]]:
-    """Coordinate descent: yields the tries whose losses it reads when it is asked to go on."""
+def _descend(contender: Contender, losses: _Losses) -> Generator[list[Trial]]:
+    """Coordinate descent: yields the trials whose losses it reads when it is asked to go on."""
 
-    def moved(best: _Values, candidates: list[_Values]) -> Generator[list[_Try], None, _Values]:
+    def moved(best: _Values, candidates: list[_Values]) -> Generator[list[Trial], None, _Values]:
         """A candidate that is better than the best values so far, or these."""
-        yield losses.first(candidates)
+        yield losses.trials_first_seed(candidates)
         # From the best with the first seed on: the first that the mean over the seeds confirms
         # wins, and those behind the limit need no further seed.
-        for closest in sorted(candidates, key=losses.order):
-            if losses.order(closest) >= losses.to_beat(best):
+        for closest in sorted(candidates, key=losses.first_seed_loss):
+            if losses.first_seed_loss(closest) >= losses.loss_to_beat(best):
                 break
-            yield losses.all([closest])
-            if losses.mean(closest) < losses.mean(best):
+            yield losses.trials_all_seeds([closest])
+            if losses.mean_loss(closest) < losses.mean_loss(best):
                 return closest
         return best
 
     start = {grid.field: grid.scanned[0] for grid in contender.grids}
     scans = [grid for grid in contender.grids if len(grid.scanned) > 1]
     candidates = [start | {grid.field: v} for grid in scans for v in grid.scanned] or [start]
-    yield losses.first(candidates)
+    yield losses.trials_first_seed(candidates)
     # Stage 1 a: the scans, each from the config's own values. The winner runs with all seeds of
     # `confirm`, and whoever could have beaten it gets the same chance.
-    best = min(candidates, key=losses.order)
-    yield losses.all([best])
+    best = min(candidates, key=losses.first_seed_loss)
+    yield losses.trials_all_seeds([best])
     while (better := (yield from moved(best, candidates))) != best:
         best = better
     while True:
@@ -256,15 +253,19 @@ def _descend(contender: Contender, losses: _Losses) -> Generator[list[_Try]]:
                 return
 
 
-def _around(setting: Setting, contender: Contender, losses: _Losses) -> Generator[list[_Try]]:
+def _neighbourhood(
+    setting: Setting, contender: Contender, losses: _Losses
+) -> Generator[list[Trial]]:
     """The neighbours of a setting, then with all seeds those that may be better."""
     own = {grid.field: value_of(contender.config, grid.field) for grid in contender.grids}
     best: _Values = {field: v for field, v in own.items() if v is not None} | dict(setting)
     neighbours = [near for grid in contender.grids for near in _neighbours(best, grid)]
     candidates = [*neighbours, *_diagonals(best, contender)]
-    yield losses.first(candidates)
-    limit = losses.to_beat(best)
-    yield losses.all(near for near in candidates if losses.order(near) < limit)
+    yield losses.trials_first_seed(candidates)
+    limit = losses.loss_to_beat(best)
+    yield losses.trials_all_seeds(
+        near for near in candidates if losses.first_seed_loss(near) < limit
+    )
 
 
 def _neighbours(values: _Values, grid: Grid) -> list[_Values]:

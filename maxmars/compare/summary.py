@@ -12,15 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from maxmars.compare.cells import (
-    CellResult,
-    Comparison,
-    Contender,
-    Setting,
-    read_comparison,
-    read_results,
-    with_kept_code,
-)
 from maxmars.compare.curves import TRAINING_LOSS, Line, Logged, read_logged
 from maxmars.compare.grids import Number, value_of
 from maxmars.compare.search import (
@@ -34,6 +25,15 @@ from maxmars.compare.statistics import (
     mean_interval,
     paired_test,
     seeds_needed,
+)
+from maxmars.compare.trials import (
+    Comparison,
+    Contender,
+    Row,
+    Setting,
+    read_comparison,
+    read_rows,
+    with_kept_code,
 )
 from maxmars.model.parameters import Parameters
 
@@ -73,55 +73,55 @@ class Outcome:
     contender: Contender
     search: Search
     losses: dict[Setting, list[float]]
-    """Setting -> final losses by seed, in the order of the search, then of other finished cells;
+    """Setting -> final losses by seed, in the order of the search, then of other finished trials;
     infinite where a run diverged."""
     best: Best | None
     """None where every setting diverged, or none is finished."""
     step_time_s: float | None
-    """Median over the contender's cells."""
-    results: tuple[CellResult, ...]
-    """Of all finished cells."""
+    """Median over the contender's trials."""
+    rows: tuple[Row, ...]
+    """Of all finished trials."""
     cost: Mapping[str, int]
-    """See `run.step_cost`; empty before the contender's first cell."""
+    """See `run.step_cost`; empty before the contender's first trial."""
 
     @property
-    def num_cells(self) -> int:
-        """Number of finished cells."""
-        return len(self.results)
+    def num_trials(self) -> int:
+        """Number of finished trials."""
+        return len(self.rows)
 
     @property
     def num_diverged(self) -> int:
         """How many of them diverged."""
-        return sum(result.diverged is not None for result in self.results)
+        return sum(row.diverged is not None for row in self.rows)
 
     @property
     def has_diverged(self) -> bool:
-        """Whether it diverged at every setting, and no cell is missing."""
-        return self.best is None and self.num_cells > 0 and not self.search.missing
+        """Whether it diverged at every setting, and no trial is missing."""
+        return self.best is None and self.num_trials > 0 and not self.search.missing
 
-    def along(self, field: str) -> dict[Number, list[float]]:
+    def on_slice(self, field: str) -> dict[Number, list[float]]:
         """Value of a field -> losses by seed of the settings that else are the best one."""
         by_value = {
             value: losses
             for setting, losses in self.losses.items()
-            if losses and (value := self._along(field, setting)) is not None
+            if losses and (value := self._slice_value(field, setting)) is not None
         }
         return dict(sorted(by_value.items()))
 
-    def beside(self, field: str) -> list[tuple[Number, list[float]]]:
-        """Value of a field and losses by seed of each other setting that has a finished cell."""
+    def off_slice(self, field: str) -> list[tuple[Number, list[float]]]:
+        """Value of a field and losses by seed of each other setting that has a finished trial."""
         losses_of: dict[Setting, list[float]] = {}
-        for result in self.results:
-            losses_of.setdefault(result.cell.setting, []).append(result.loss)
-        rows = []
+        for row in self.rows:
+            losses_of.setdefault(row.trial.setting, []).append(row.loss)
+        values = []
         for setting, losses in losses_of.items():
             value = dict(setting).get(field, value_of(self.contender.config, field))
-            is_along = setting in self.losses and self._along(field, setting) is not None
-            if value is not None and not is_along:
-                rows.append((value, losses))
-        return rows
+            is_on_slice = setting in self.losses and self._slice_value(field, setting) is not None
+            if value is not None and not is_on_slice:
+                values.append((value, losses))
+        return values
 
-    def _along(self, field: str, setting: Setting) -> Number | None:
+    def _slice_value(self, field: str, setting: Setting) -> Number | None:
         """The value of a field in a setting; None where another field is not as in the best one."""
         if self.best is None:
             return None
@@ -152,15 +152,15 @@ class Summary:
     """Parameters of the model."""
     outcomes: tuple[Outcome, ...]
     num_missing: int
-    """Cells that are known to be missing; more may follow from their losses."""
+    """Trials that are known to be missing; more may follow from their losses."""
     digests: dict[int, tuple[str, str]]
-    """Seed -> digests of the initial weights and the tokens that all its cells share."""
+    """Seed -> digests of the initial weights and the tokens that all its trials share."""
     p_adjusted: dict[str, float]
     """Contender -> p of its test, adjusted for the number of tests by Holm's method."""
     pairs: tuple[Pair, ...]
     """Every pair of contenders, by the mean losses."""
     environment: dict[str, Any]
-    """Versions and devices of the first cell; empty before it."""
+    """Versions and devices of the first trial; empty before it."""
 
     def mark(self, *names: str) -> str:
         """What stands after a p value of these contenders: `MARK` where it says less than it
@@ -174,19 +174,19 @@ def summarize(workdir: Path) -> Summary:
     """Read a comparison, complete or not.
 
     Raises:
-      ValueError: `workdir` holds no comparison, or none of its cells is finished yet.
+      ValueError: `workdir` holds no comparison, or none of its trials is finished yet.
     """
     comparison = read_comparison(workdir)
-    results = read_results(comparison, workdir)
-    if not results:
-        raise ValueError(f"no cell of {workdir} is finished yet; start its comparison again.")
-    searches = {c.name: Search(c, comparison, results) for c in comparison.contenders}
+    rows = read_rows(comparison, workdir)
+    if not rows:
+        raise ValueError(f"no trial of {workdir} is finished yet; start its comparison again.")
+    searches = {c.name: Search(c, comparison, rows) for c in comparison.contenders}
     base = searches[comparison.baseline]
-    baselines = [] if base.best is None else base.results_at(base.best)
+    baselines = [] if base.best is None else base.rows_at(base.best)
     outcomes = []
     for contender in comparison.contenders:
         search = searches[contender.name]
-        own = [result for cell, result in results.items() if cell.contender == contender.name]
+        own = [row for trial, row in rows.items() if trial.contender == contender.name]
         times = [r.step_time_s for r in own if r.step_time_s is not None]
         step_time_s = float(np.median(times)) if times else None
         outcomes.append(
@@ -196,7 +196,7 @@ def summarize(workdir: Path) -> Summary:
                 losses={setting: search.losses_at(setting) for setting in search.settings},
                 best=_best(contender, search, baselines, step_time_s, workdir),
                 step_time_s=step_time_s,
-                results=tuple(own),
+                rows=tuple(own),
                 cost=next((r.cost for r in own if r.cost), {}),
             )
         )
@@ -206,11 +206,11 @@ def summarize(workdir: Path) -> Summary:
         comparison=comparison,
         num_parameters=Parameters(model).count,
         outcomes=tuple(outcomes),
-        num_missing=sum(len(search.next_cells) for search in searches.values()),
-        digests={r.cell.seed: (r.initial_weights, r.tokens) for r in results.values()},
+        num_missing=sum(len(search.next_trials) for search in searches.values()),
+        digests={r.trial.seed: (r.initial_weights, r.tokens) for r in rows.values()},
         p_adjusted=dict(zip(p, holm(list(p.values())), strict=True)),
         pairs=_pairs(outcomes),
-        environment=dict(next((r.environment for r in results.values()), {})),
+        environment=dict(next((r.environment for r in rows.values()), {})),
     )
 
 
@@ -236,27 +236,27 @@ def _pairs(outcomes: Sequence[Outcome]) -> tuple[Pair, ...]:
 def _best(
     contender: Contender,
     search: Search,
-    baselines: Sequence[CellResult],
+    baselines: Sequence[Row],
     step_time_s: float | None,
     workdir: Path,
 ) -> Best | None:
     if search.best is None:
         return None
-    ours = search.results_at(search.best)
+    ours = search.rows_at(search.best)
     # One step time for all seeds, so that their curves have the same times as well.
     curves = [dataclasses.replace(r.curve, step_time_s=step_time_s) for r in ours if r.curve]
     logged = tuple(_logged(result, contender, workdir) for result in ours)
     line = Line(name=contender.name, curves=tuple(curves), logged=logged)
     gain = test = needed = None
-    if baselines and contender.name != baselines[0].cell.contender:
-        theirs = {r.cell.seed: r.loss for r in baselines}
-        pairs = [(r.loss, theirs[r.cell.seed]) for r in ours if r.cell.seed in theirs]
+    if baselines and contender.name != baselines[0].trial.contender:
+        theirs = {r.trial.seed: r.loss for r in baselines}
+        pairs = [(r.loss, theirs[r.trial.seed]) for r in ours if r.trial.seed in theirs]
         test = paired_test([a for a, _ in pairs], [b for _, b in pairs])
         needed = seeds_needed([a - b for a, b in pairs], EFFECT)
         gain = _speed_up(ours, baselines)
     return Best(
         setting=search.best,
-        losses={r.cell.seed: r.loss for r in ours},
+        losses={r.trial.seed: r.loss for r in ours},
         loss=mean_interval([r.loss for r in ours]),
         test=test,
         seeds_needed=needed,
@@ -265,7 +265,7 @@ def _best(
     )
 
 
-def _speed_up(ours: Sequence[CellResult], baselines: Sequence[CellResult]) -> Interval | None:
+def _speed_up(ours: Sequence[Row], baselines: Sequence[Row]) -> Interval | None:
     """How many times fewer tokens a contender needs than the baseline; below 1, it needs more.
 
     Of the two runs of a seed, the better one is read: the tokens of a whole run, over those after
@@ -275,9 +275,9 @@ def _speed_up(ours: Sequence[CellResult], baselines: Sequence[CellResult]) -> In
 
     None where no seed has both runs, and where one ends above its first loss.
     """
-    theirs, logs = {r.cell.seed: r.curve for r in baselines}, []
+    theirs, logs = {r.trial.seed: r.curve for r in baselines}, []
     for result in ours:
-        our, their = result.curve, theirs.get(result.cell.seed)
+        our, their = result.curve, theirs.get(result.trial.seed)
         if our is None or their is None:
             continue
         is_better = our.losses[-1] <= their.losses[-1]
@@ -293,10 +293,10 @@ def _speed_up(ours: Sequence[CellResult], baselines: Sequence[CellResult]) -> In
     return Interval(mean=math.exp(log_mean.mean), low=low, high=high)
 
 
-def _logged(result: CellResult, contender: Contender, workdir: Path) -> Logged:
-    """What a cell logged: its training losses, and the rest where its metrics are still there."""
-    read = read_logged(result.cell.directory(workdir), contender.config)
+def _logged(result: Row, contender: Contender, workdir: Path) -> Logged:
+    """What a trial logged: its training losses, and the rest where its metrics are still there."""
+    read = read_logged(result.trial.directory(workdir), contender.config)
     losses = {TRAINING_LOSS: result.train_losses} if result.train_losses else {}
-    # All steps of a cell have the tokens that its config says.
+    # All steps of a trial have the tokens that its config says.
     tokens = {step: step * contender.config.tokens_per_step for step, _ in result.train_losses}
     return Logged(tokens={**tokens, **read.tokens}, series={**read.series, **losses})

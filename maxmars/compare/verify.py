@@ -15,16 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maxmars.checkpoint.environment import changes_since, environment
-from maxmars.compare.cells import CellResult, with_kept_code
 from maxmars.compare.curves import Curve
-from maxmars.compare.run import find_start, run_cell
+from maxmars.compare.run import find_start, run_trial
 from maxmars.compare.summary import Summary, summarize
+from maxmars.compare.trials import Row, with_kept_code
 from maxmars.config import PythonSourcesConfig, TokenShardsConfig, TrainConfig
 from maxmars.distributed import sharding
 
 LOSS_TOLERANCE = 0.02
 """Nats by which a repeated final loss may differ: rounding grows over a run, and moved the final
-losses of cells by up to 0.009 from one mesh to another."""
+losses of trials by up to 0.009 from one mesh to another."""
 CURVE_TOLERANCE = 0.05
 """The same of evaluations before the last one, when the learning rate is higher."""
 SAME_STATE_TOLERANCE = 1e-3
@@ -35,8 +35,8 @@ SAME_STATE_TOLERANCE = 1e-3
 class Reproduction:
     """A row that was computed again."""
 
-    row: CellResult
-    repeated: CellResult | None = None
+    row: Row
+    repeated: Row | None = None
     """The result here; None where the run does not even start as the row says."""
     difference: float = math.inf
     """The largest difference of the validation losses, in nats."""
@@ -47,7 +47,7 @@ class Reproduction:
     def text(self) -> str:
         """The verdict."""
         row, repeated = self.row, self.repeated
-        whose = f"{row.cell.contender}, seed {row.cell.seed}"
+        whose = f"{row.trial.contender}, seed {row.trial.seed}"
         if self.problem is not None or repeated is None:
             return f"{whose}: REFUSED, {self.problem}"
         same_state = repeated.final_state is not None and repeated.final_state == row.final_state
@@ -102,15 +102,13 @@ def verify(
         if isinstance(config.data, PythonSourcesConfig) and python != own:
             problem += f" They are the sources of Python {python}, and this is Python {own}."
         return Reproduction(row=row, problem=problem)
-    repeated = run_cell(row.cell, config, scratch, (weights, tokens))
+    repeated = run_trial(row.trial, config, scratch, (weights, tokens))
     if repeated is None:
         raise KeyboardInterrupt
     return judge(row, repeated)
 
 
-def _find(
-    summary: Summary, contender: str | None, seed: int | None
-) -> tuple[CellResult, TrainConfig]:
+def _find(summary: Summary, contender: str | None, seed: int | None) -> tuple[Row, TrainConfig]:
     """The row of a contender at its best setting, and the config of its run."""
     ranked = [(o.best.loss.mean, o) for o in summary.outcomes if o.best is not None]
     outcomes = {o.contender.name: o for _, o in sorted(ranked, key=lambda pair: pair[0])}
@@ -119,14 +117,14 @@ def _find(
         raise ValueError(f"--contender {name} is none of those with a finished run: {[*outcomes]}.")
     outcome = outcomes[name]
     assert outcome.best is not None
-    rows = {r.cell.seed: r for r in outcome.results if r.cell.setting == outcome.best.setting}
+    rows = {r.trial.seed: r for r in outcome.rows if r.trial.setting == outcome.best.setting}
     own = next(iter(outcome.best.losses)) if seed is None else seed
     if own not in rows:
         raise ValueError(f"--seed {own} is none of the seeds of {name}: {sorted(rows)}.")
-    return rows[own], rows[own].cell.config(outcome.contender)
+    return rows[own], rows[own].trial.config(outcome.contender)
 
 
-def judge(row: CellResult, repeated: CellResult) -> Reproduction:
+def judge(row: Row, repeated: Row) -> Reproduction:
     """Whether the repetition of a run confirms its row."""
     final = _difference(row.loss, repeated.loss)
     curve = _largest_difference(row.curve, repeated.curve)

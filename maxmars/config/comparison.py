@@ -23,7 +23,7 @@ class SearchConfig(CheckedConfig):
     gamma, or an option of your own function, or warmup. A contender that lacks one is tuned over
     the others, and named before the first run."""
     budget: Annotated[Positive[int] | None, arg(metavar="N")] = None
-    """Most cells that the search of each contender takes; None is 4, and 4 more for each field."""
+    """Most trials that the search of each contender takes; None is 4, and 4 more for each field."""
     confirm: Annotated[Positive[int], arg(metavar="N")] = 1
     """Seeds with which a setting must be better before the search moves there, of its budget. With
     one seed a rate at the edge of stability may be lucky; with 3 it seldom is."""

@@ -8,7 +8,7 @@ import pytest
 from tiny import short_config
 
 from maxmars import cli
-from maxmars.compare.cells import Comparison, read_comparison
+from maxmars.compare.trials import Comparison, read_comparison
 
 CONFIG = """
 import sys

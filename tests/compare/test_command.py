@@ -25,7 +25,7 @@ def test_the_config_of_the_comparison_has_every_optimizer():
 
 @pytest.fixture
 def recorded(tmp_path, capsys):
-    """What `compare` with these words records before its first cell begins, which is refused."""
+    """What `compare` with these words records before its first trial begins, which is refused."""
 
     def recorded(*words):
         out = tmp_path / "out"

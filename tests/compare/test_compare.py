@@ -1,4 +1,4 @@
-"""A whole comparison of tiny models: its cells, what it records, how it continues."""
+"""A whole comparison of tiny models: its trials, what it records, how it continues."""
 
 import csv
 import dataclasses
@@ -16,27 +16,27 @@ from pathlib import Path
 
 import jax
 import pytest
-from made_up import cell_result, change_comparison, change_rows
+from made_up import change_comparison, change_rows, made_row
 
 from maxmars import cli
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import read_journal, session_starts
-from maxmars.compare.cells import (
-    Cell,
-    Comparison,
-    Contender,
-    describe_setting,
-    read_comparison,
-    read_results,
-    write_result,
-)
 from maxmars.compare.grids import make_grid
 from maxmars.compare.run import compare
 from maxmars.compare.summary import summarize
+from maxmars.compare.trials import (
+    Comparison,
+    Contender,
+    Trial,
+    describe_setting,
+    read_comparison,
+    read_rows,
+    write_row,
+)
 from maxmars.config import AdEMAMixConfig
 from maxmars.train import train
 
-LION = Cell(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
+LION = Trial(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
 ROOT = Path(__file__).parents[2]
 
 
@@ -114,23 +114,23 @@ def test_what_is_reported(compared):
     assert f"{lion.best.loss.mean:.4f}" in table
 
 
-def test_with_the_same_seed_all_cells_have_the_same_weights_and_tokens(compared, comparison):
+def test_with_the_same_seed_all_trials_have_the_same_weights_and_tokens(compared, comparison):
     seen = {}
-    for result in read_results(comparison, compared).values():
-        directory = result.cell.directory(compared)
+    for result in read_rows(comparison, compared).values():
+        directory = result.trial.directory(compared)
         losses = (series(directory, "eval/loss")[0], series(directory, "train/loss")[1])
         start = (result.initial_weights, result.tokens, *losses)
-        seen.setdefault(result.cell.seed, set()).add(start)
+        seen.setdefault(result.trial.seed, set()).add(start)
     (first,), (second,) = seen.values()
     assert all(a != b for a, b in zip(first, second, strict=True))
 
 
-def test_a_cell_is_the_run_that_train_makes(compared, comparison, tmp_path):
+def test_a_trial_is_the_run_that_train_makes(compared, comparison, tmp_path):
     train(LION.config(comparison.contenders[1]), tmp_path)
     ours = LION.directory(compared)
     for key in ("train/loss", "eval/loss", "train/learning_rate"):
         assert series(ours, key) == series(tmp_path, key)
-    result = read_results(comparison, compared)[LION]
+    result = read_rows(comparison, compared)[LION]
     assert result.loss == series(ours, "eval/loss")[4]
     assert dict(result.train_losses) == series(ours, "train/loss")
     assert result.final_state == read(tmp_path / "checkpoints").digest
@@ -138,16 +138,16 @@ def test_a_cell_is_the_run_that_train_makes(compared, comparison, tmp_path):
 
 
 def test_a_result_survives_its_file(comparison, tmp_path):
-    result = cell_result(LION, math.inf, diverged="step 3 was skipped")
-    assert read_results(comparison, tmp_path) == {}
-    write_result(result, tmp_path)
-    assert read_results(comparison, tmp_path) == {LION: result}
+    result = made_row(LION, math.inf, diverged="step 3 was skipped")
+    assert read_rows(comparison, tmp_path) == {}
+    write_row(result, tmp_path)
+    assert read_rows(comparison, tmp_path) == {LION: result}
 
 
 @pytest.mark.seconds
-def test_missing_cells_are_run_and_finished_ones_kept(compare_command, kept, comparison, capsys):
+def test_missing_trials_are_run_and_finished_ones_kept(compare_command, kept, comparison, capsys):
     """Its runs are gone, and rows are damaged. The larger budget extends its grids."""
-    before = read_results(comparison, kept)
+    before = read_rows(comparison, kept)
     fields = json.loads((kept / "compare.json").read_text())
     damaged = '[]\n{"cell": 1}\n{"loss": "x"}\n{'
     settings = [list(map(list, LION.setting)), 0]
@@ -156,14 +156,14 @@ def test_missing_cells_are_run_and_finished_ones_kept(compare_command, kept, com
     )
     rows = (kept / "rows.jsonl").read_text()
     (kept / "rows.jsonl").write_text(rows + '{"cell": {"contender": "lion", "sett')  # a kill
-    assert read_results(comparison, kept).keys() == before.keys() - {LION}
+    assert read_rows(comparison, kept).keys() == before.keys() - {LION}
 
     cli.main([*compare_command, str(kept), "--budget", "3"])
     printed = capsys.readouterr().out
-    assert f"{len(before) - 1} cells" in printed
-    after = read_results(comparison, kept)
+    assert f"{len(before) - 1} trials" in printed
+    after = read_rows(comparison, kept)
     assert after[LION].loss == before[LION].loss
-    assert all(after[cell] == before[cell] for cell in before if cell != LION)
+    assert all(after[trial] == before[trial] for trial in before if trial != LION)
     assert printed.count(",seed=") == len(after) - len(before) + 1
     assert json.loads((kept / "compare.json").read_text()) == fields | {"budget": 3}
     for name, outcome in outcomes(kept).items():
@@ -174,7 +174,7 @@ def test_missing_cells_are_run_and_finished_ones_kept(compare_command, kept, com
 
 @pytest.mark.seconds
 def test_a_search_that_starts_from_another_comparison(compare_command, compared, tmp_path, capsys):
-    """What is compared is recorded before the first cell begins, which here is refused."""
+    """What is compared is recorded before the first trial begins, which here is refused."""
     words = [*compare_command, str(tmp_path), "--optimizers", "adamw", "lion"]
     words += ["--start-from", str(compared), "--model.max-seq-len", "1000"]
     with pytest.raises(SystemExit):
@@ -236,7 +236,7 @@ def test_an_optimizer_of_the_users_own(compare_command, tmp_path, capsys):
 
     shutil.rmtree(tmp_path / "made" / "cells")
     kept = (tmp_path / "made").rename(tmp_path / "kept")
-    own.write_text(f"{OWN}0.05")  # cells of other code are none of this comparison
+    own.write_text(f"{OWN}0.05")  # trials of other code are none of this comparison
 
     def refusal(*words):
         with pytest.raises(SystemExit) as stop:
@@ -269,7 +269,7 @@ def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_
         contenders=(contender,), baseline="ademamix", seeds=(0,), budget=1, finalists=1
     )
     assert compare(alone, tmp_path)
-    (result,) = read_results(alone, tmp_path).values()
+    (result,) = read_rows(alone, tmp_path).values()
     assert result.loss == math.inf
     assert "b1=0.95" in result.diverged
     assert "b3=0.92" in result.diverged
@@ -314,9 +314,9 @@ def test_comparisons_and_runs_in_one_report(compared, tmp_path, capsys):
     assert rows == [f"{compared.name}: adamw", f"{compared.name}: lion", "one (1 seed)"]
 
     # Two runs of the comparison are named with their contenders.
-    cells = [LION, dataclasses.replace(LION, contender="adamw")]
-    cells = [str(cell.directory(compared)) for cell in cells]
-    cli.main(["report", *cells, "--out", str(tmp_path / "cells")])
+    trials = [LION, dataclasses.replace(LION, contender="adamw")]
+    trials = [str(trial.directory(compared)) for trial in trials]
+    cli.main(["report", *trials, "--out", str(tmp_path / "cells")])
     page = (tmp_path / "cells" / "report.md").read_text()
     assert re.findall(r"^\| (.+?) \| [\d,]+ \|", page, re.MULTILINE) == [
         "lion/learning_rate=0.004,seed=0",
@@ -346,10 +346,10 @@ def test_the_pages_figures_are_made_of_rows(compared, tmp_path, monkeypatch, cap
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_share_the_cells_and_one_that_is_killed_is_replaced(
+def test_any_number_of_processes_share_the_trials_and_one_that_is_killed_is_replaced(
     compare_command, tmp_path
 ):
-    """Two give the same command; one is killed within a cell, which the other one continues. What
+    """Two give the same command; one is killed within a trial, which the other one continues. What
     is saved on the way does not make another comparison."""
     words = ["--num-steps", "24", "--seeds", "1", "--learning-rates", "4e-3", "--budget", "1"]
     words += ["--eval.every", "12", "--optimizers", "adamw", "lion", "--workdir"]
@@ -360,7 +360,7 @@ def test_any_number_of_processes_share_the_cells_and_one_that_is_killed_is_repla
     first, second = (subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(2))
 
     def begun():
-        """The cells that have saved a step."""
+        """The trials that have saved a step."""
         saved = shared.glob("cells/*/*/checkpoints/*")
         return {path.parents[1] for path in saved if path.name.isdigit() and int(path.name) >= 2}
 
@@ -369,7 +369,7 @@ def test_any_number_of_processes_share_the_cells_and_one_that_is_killed_is_repla
         assert (first.poll(), second.poll()) == (None, None)
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    cells = begun()
+    trials = begun()
     os.kill(first.pid, signal.SIGKILL)
     first.communicate()
     printed, _ = second.communicate(timeout=600)
@@ -377,12 +377,12 @@ def test_any_number_of_processes_share_the_cells_and_one_that_is_killed_is_repla
     assert ",seed=" in printed
     comparison = read_comparison(shared)
     rows = [json.loads(line) for line in (shared / "rows.jsonl").read_text().splitlines()]
-    one, other = (read_results(comparison, workdir) for workdir in (undisturbed, shared))
-    assert len(rows) == len(other)  # no cell was run twice
-    assert {cell: result.loss for cell, result in other.items()} == {
-        cell: result.loss for cell, result in one.items()
+    one, other = (read_rows(comparison, workdir) for workdir in (undisturbed, shared))
+    assert len(rows) == len(other)  # no trial was run twice
+    assert {trial: result.loss for trial, result in other.items()} == {
+        trial: result.loss for trial, result in one.items()
     }
-    starts = [[line.step for line in session_starts(read_journal(cell))] for cell in cells]
+    starts = [[line.step for line in session_starts(read_journal(trial))] for trial in trials]
     (continued,) = (steps for steps in starts if len(steps) == 2)
     assert continued[0] == 0 < continued[1]
     assert (shared / "results.csv").read_text().count("\n") == 3

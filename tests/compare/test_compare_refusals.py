@@ -9,7 +9,7 @@ import pytest
 from made_up import change_comparison, change_rows
 
 from maxmars import cli
-from maxmars.compare.cells import read_results, write_result
+from maxmars.compare.trials import read_rows, write_row
 
 TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
 TO = ("--workdir", "nowhere")
@@ -21,10 +21,10 @@ VERIFY = ("compare", "verify", "{kept}")
 
 def tuned_over_b1(kept, comparison):
     """Its best setting was left by an earlier search over more fields."""
-    for cell, result in read_results(comparison, kept).items():
-        if (cell.contender, cell.setting) == ("lion", (("learning_rate", 4e-3),)):
-            better = dataclasses.replace(cell, setting=(*cell.setting, ("b1", 0.8)))
-            write_result(dataclasses.replace(result, cell=better, loss=1.0), kept)
+    for trial, result in read_rows(comparison, kept).items():
+        if (trial.contender, trial.setting) == ("lion", (("learning_rate", 4e-3),)):
+            better = dataclasses.replace(trial, setting=(*trial.setting, ("b1", 0.8)))
+            write_row(dataclasses.replace(result, trial=better, loss=1.0), kept)
 
 
 def first_version(kept, comparison):

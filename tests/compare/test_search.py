@@ -1,15 +1,15 @@
-"""Which cells are run, on losses that are made up."""
+"""Which trials are run, on losses that are made up."""
 
 import math
 
 import pytest
-from made_up import cell_result
+from made_up import made_row
 from refusals import refused
 from tiny import tiny_config
 
-from maxmars.compare.cells import Cell, Comparison, Contender
 from maxmars.compare.grids import make_grid, value_of, with_values
-from maxmars.compare.search import Search, next_cells
+from maxmars.compare.search import Search, next_trials
+from maxmars.compare.trials import Comparison, Contender, Trial
 from maxmars.config import AdamWConfig, AdEMAMixConfig, MuonConfig, OptaxConfig, ScheduleConfig
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -32,55 +32,56 @@ def comparison(
 
 
 def run(compared, loss):
-    """The cells that are asked for, one at a time as a comparison runs them, and all results."""
+    """The trials that are asked for, one at a time as a comparison runs them, and all results."""
     results = {}
-    while cells := next_cells(compared, results):
+    while trials := next_trials(compared, results):
         assert len(results) < 200
-        results[cells[0]] = cell_result(cells[0], loss(cells[0]))
+        results[trials[0]] = made_row(trials[0], loss(trials[0]))
     return list(results), results
 
 
-def rate_of(cell):
-    return dict(cell.setting)["learning_rate"]
+def rate_of(trial):
+    return dict(trial.setting)["learning_rate"]
 
 
-def bowl(cell, best=2e-3):
-    return 2.0 + math.log2(rate_of(cell) / best) ** 2 + 0.01 * cell.seed
+def bowl(trial, best=2e-3):
+    return 2.0 + math.log2(rate_of(trial) / best) ** 2 + 0.01 * trial.seed
 
 
-def valley(cell):
+def valley(trial):
     """A valley along which the best rate falls with b1, at its lowest for b1=0.98."""
-    values = {"learning_rate": 2e-3, "b1": 0.9, "weight_decay": 0.1} | dict(cell.setting)
+    values = {"learning_rate": 2e-3, "b1": 0.9, "weight_decay": 0.1} | dict(trial.setting)
     b1 = math.log2((1 - values["b1"]) / 0.02)
     rate = math.log2(values["learning_rate"] / 1e-3)
-    return 2.0 + (rate - 0.5 * b1) ** 2 + 0.1 * b1**2 + 0.01 * cell.seed
+    return 2.0 + (rate - 0.5 * b1) ** 2 + 0.1 * b1**2 + 0.01 * trial.seed
 
 
 def test_a_scan_then_seeds_at_the_best_rate():
     compared = comparison()
     asked, results = run(compared, bowl)
     (contender,) = compared.contenders
-    assert Search(contender, compared, {}).most_cells_left == 8 + 2
+    assert Search(contender, compared, {}).most_trials_left == 8 + 2
     assert (
-        Search(contender, compared, {c: results[c] for c in asked[:3]}).most_cells_left == 8 + 2 - 3
+        Search(contender, compared, {c: results[c] for c in asked[:3]}).most_trials_left
+        == 8 + 2 - 3
     )
-    # The search ends after four cells, of its eight.
-    assert Search(contender, compared, {c: results[c] for c in asked[:4]}).most_cells_left == 2
-    assert Search(contender, compared, results).most_cells_left == 0
+    # The search ends after four trials, of its eight.
+    assert Search(contender, compared, {c: results[c] for c in asked[:4]}).most_trials_left == 2
+    assert Search(contender, compared, results).most_trials_left == 0
     assert [(rate_of(c), c.seed) for c in asked[:4]] == [(rate, 0) for rate in GRID]
     assert {(rate_of(c), c.seed) for c in asked[4:]} == {(2e-3, 1), (2e-3, 2)}
     assert Search(compared.contenders[0], compared, results).best == (("learning_rate", 2e-3),)
 
 
 def test_a_grid_is_extended_as_long_as_the_loss_falls_and_the_budget_lasts():
-    asked, _ = run(comparison(seeds=(0,)), lambda cell: bowl(cell, 3.2e-2))
-    assert [rate_of(cell) for cell in asked[4:]] == [1.6e-2, 3.2e-2, 6.4e-2]
+    asked, _ = run(comparison(seeds=(0,)), lambda trial: bowl(trial, 3.2e-2))
+    assert [rate_of(trial) for trial in asked[4:]] == [1.6e-2, 3.2e-2, 6.4e-2]
     short = comparison(seeds=(0,), budget=5)
-    asked, results = run(short, lambda cell: bowl(cell, 3.2e-2))
-    assert [rate_of(cell) for cell in asked[4:]] == [1.6e-2]
+    asked, results = run(short, lambda trial: bowl(trial, 3.2e-2))
+    assert [rate_of(trial) for trial in asked[4:]] == [1.6e-2]
     assert Search(short.contenders[0], short, results).untried == ((("learning_rate", 3.2e-2),),)
-    asked, _ = run(comparison(seeds=(0,)), lambda cell: bowl(cell, 5e-4))
-    assert {rate_of(cell) for cell in asked[4:]} == {5e-4, 2.5e-4}
+    asked, _ = run(comparison(seeds=(0,)), lambda trial: bowl(trial, 5e-4))
+    assert {rate_of(trial) for trial in asked[4:]} == {5e-4, 2.5e-4}
 
 
 def test_fields_are_moved_one_after_the_other_and_with_the_rate():
@@ -99,29 +100,29 @@ def test_fields_are_moved_one_after_the_other_and_with_the_rate():
 def test_every_contender_has_the_same_budget():
     fields = ("learning_rate", "b1", "weight_decay")
     compared = comparison(fields, names=("a", "b", "c"), seeds=(0, 1, 2), budget=9, finalists=2)
-    asked, _ = run(compared, lambda cell: valley(cell) + 0.1 * (cell.contender == "b"))
-    assert [cell.contender for cell in asked[:12]] == ["a", "b", "c"] * 4  # they take turns
+    asked, _ = run(compared, lambda trial: valley(trial) + 0.1 * (trial.contender == "b"))
+    assert [trial.contender for trial in asked[:12]] == ["a", "b", "c"] * 4  # they take turns
     for name in ("a", "b", "c"):
-        assert sum(cell.contender == name for cell in asked) == 9 + 2 * 2
+        assert sum(trial.contender == name for trial in asked) == 9 + 2 * 2
 
 
 def test_a_finalist_that_one_seed_cannot_tell_apart_may_win():
-    def loss(cell):
-        if cell.seed == 0:
-            return bowl(cell, 2e-3 * 2**0.49)  # 2e-3 is better by a hair
-        return bowl(cell, 4e-3) + 0.2 * cell.seed
+    def loss(trial):
+        if trial.seed == 0:
+            return bowl(trial, 2e-3 * 2**0.49)  # 2e-3 is better by a hair
+        return bowl(trial, 4e-3) + 0.2 * trial.seed
 
     compared = comparison(finalists=2)
     asked, results = run(compared, loss)
-    assert {rate_of(cell) for cell in asked if cell.seed > 0} == {2e-3, 4e-3}
+    assert {rate_of(trial) for trial in asked if trial.seed > 0} == {2e-3, 4e-3}
     assert Search(compared.contenders[0], compared, results).best == (("learning_rate", 4e-3),)
 
 
 def test_the_search_goes_on_around_a_finalist_that_wins_with_all_seeds():
-    def loss(cell):
-        b1 = dict(cell.setting).get("b1", 0.9)
-        lucky = 0.03 if cell.seed == 0 and b1 == 0.9 else 0.0
-        return bowl(cell) + abs(b1 - 0.98) / 4 - lucky
+    def loss(trial):
+        b1 = dict(trial.setting).get("b1", 0.9)
+        lucky = 0.03 if trial.seed == 0 and b1 == 0.9 else 0.0
+        return bowl(trial) + abs(b1 - 0.98) / 4 - lucky
 
     compared = comparison(("learning_rate", "b1"), budget=40, finalists=2)
     (contender,) = compared.contenders
@@ -132,9 +133,9 @@ def test_the_search_goes_on_around_a_finalist_that_wins_with_all_seeds():
     tried = {(rate_of(c), dict(c.setting).get("b1", 0.9)) for c in asked}
     assert tried >= {(rate, b1) for rate in (1e-3, 2e-3, 4e-3) for b1 in (0.95, 0.98, 0.99)}
     # A finalist that lacks a seed is not the end.
-    cell = Cell(contender="a", setting=best, seed=2)
-    short = {c: r for c, r in results.items() if c != cell}
-    assert next_cells(compared, short) == [cell]
+    trial = Trial(contender="a", setting=best, seed=2)
+    short = {c: r for c, r in results.items() if c != trial}
+    assert next_trials(compared, short) == [trial]
     assert not Search(contender, compared, short).is_at_its_end
     # The budget may be too small for it.
     small = comparison(("learning_rate", "b1"), budget=12, finalists=2)
@@ -150,24 +151,24 @@ def test_a_setting_that_ran_with_all_seeds_is_not_displaced_by_luckier_ones():
         (8e-3, 0.95): (1.9, 2.4),
     }
 
-    def loss(cell):
-        losses = by_setting.get((rate_of(cell), dict(cell.setting).get("b1", 0.9)), (2.5, 2.5))
-        return losses[min(cell.seed, 1)]
+    def loss(trial):
+        losses = by_setting.get((rate_of(trial), dict(trial.setting).get("b1", 0.9)), (2.5, 2.5))
+        return losses[min(trial.seed, 1)]
 
     compared = comparison(("learning_rate", "b1"), budget=40, finalists=2)
     (contender,) = compared.contenders
     asked, results = run(compared, loss)
     lucky = (("learning_rate", 8e-3), ("b1", 0.95))
-    assert {cell.seed for cell in asked if cell.setting == lucky} == {0, 1, 2}
+    assert {trial.seed for trial in asked if trial.setting == lucky} == {0, 1, 2}
     assert dict(Search(contender, compared, results).best) == {"learning_rate": 4e-3}
     assert Search(contender, compared, results).is_at_its_end
 
 
-def on_the_edge(cell):
+def on_the_edge(trial):
     """The higher the rate the better, but above 2e-3 each other seed goes wrong."""
-    values = {"b1": 0.9} | dict(cell.setting)
-    lucky = rate_of(cell) <= 2e-3 or cell.seed % 2 == 0
-    return (1.0 if lucky else 1.4) - 10 * rate_of(cell) + abs(values["b1"] - 0.8)
+    values = {"b1": 0.9} | dict(trial.setting)
+    lucky = rate_of(trial) <= 2e-3 or trial.seed % 2 == 0
+    return (1.0 if lucky else 1.4) - 10 * rate_of(trial) + abs(values["b1"] - 0.8)
 
 
 def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
@@ -176,11 +177,11 @@ def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
     asked, results = run(compared, on_the_edge)
     best = Search(compared.contenders[0], compared, results).best
     assert dict(best) == {"learning_rate": 2e-3, "b1": 0.8}
-    assert sorted(cell.seed for cell in asked if cell.setting == best) == [0, 1, 2, 3, 4]
+    assert sorted(trial.seed for trial in asked if trial.setting == best) == [0, 1, 2, 3, 4]
     # Only what may be better than the best setting so far runs with more seeds.
-    repeated = {cell.setting for cell in asked if cell.seed > 0}
-    assert len(repeated) < len({cell.setting for cell in asked}) / 2
-    # Their cells are of the budget.
+    repeated = {trial.setting for trial in asked if trial.seed > 0}
+    assert len(repeated) < len({trial.setting for trial in asked}) / 2
+    # Their trials are of the budget.
     short = comparison(seeds=tuple(range(5)), budget=6, confirm=3)
     asked, results = run(short, on_the_edge)
     assert [(rate_of(c), c.seed) for c in asked[4:6]] == [(8e-3, 1), (8e-3, 2)]
@@ -191,23 +192,23 @@ def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
     assert dict(Search(alone.contenders[0], alone, results).best)["learning_rate"] > 2e-3
 
 
-def test_another_field_keeps_the_cells_so_far():
+def test_another_field_keeps_the_trials_so_far():
     _, results = run(comparison(), bowl)
-    cells = next_cells(comparison(("learning_rate", "b1"), budget=20), results)
-    assert [dict(cell.setting) for cell in cells] == [
+    trials = next_trials(comparison(("learning_rate", "b1"), budget=20), results)
+    assert [dict(trial.setting) for trial in trials] == [
         {"learning_rate": 2e-3, "b1": 0.8},
         {"learning_rate": 2e-3, "b1": 0.95},
     ]
 
 
-def test_cells_that_a_search_with_other_options_left_may_win():
+def test_trials_that_a_search_with_other_options_left_may_win():
     fields = ("learning_rate", "b1", "weight_decay")
     _, left = run(comparison(fields, seeds=(0,), budget=60), valley)
     best = Search(comparison(fields).contenders[0], comparison(fields, seeds=(0,)), left).best
     short = comparison(fields, seeds=(0, 1), budget=4)
-    asked = next_cells(short, left)
+    asked = next_trials(short, left)
     assert best not in Search(short.contenders[0], short, left).tried
-    assert asked == [Cell(contender="a", setting=best, seed=1)]
+    assert asked == [Trial(contender="a", setting=best, seed=1)]
 
 
 def test_where_rates_diverge_the_search_goes_down():
@@ -223,14 +224,14 @@ def test_where_rates_diverge_the_search_goes_down():
 
 
 def test_a_best_rate_that_diverges_with_another_seed_loses():
-    def loss(cell):
-        return math.inf if (rate_of(cell), cell.seed) == (2e-3, 1) else bowl(cell)
+    def loss(trial):
+        return math.inf if (rate_of(trial), trial.seed) == (2e-3, 1) else bowl(trial)
 
     compared = comparison()
     asked, results = run(compared, loss)
     ((_, rate),) = Search(compared.contenders[0], compared, results).best
     assert rate in (1e-3, 4e-3)
-    assert {cell.seed for cell in asked if rate_of(cell) == rate} == {0, 1, 2}
+    assert {trial.seed for trial in asked if rate_of(trial) == rate} == {0, 1, 2}
 
 
 def test_losses_that_are_all_equal_come_to_an_end():

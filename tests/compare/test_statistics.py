@@ -5,13 +5,12 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
-from made_up import cell_result
+from made_up import made_row
 from refusals import refused
 from tiny import tiny_config
 
-from maxmars.compare.cells import Comparison, Contender
 from maxmars.compare.grids import make_grid
-from maxmars.compare.search import Search, next_cells
+from maxmars.compare.search import Search, next_trials
 from maxmars.compare.statistics import (
     first_crossing,
     holm,
@@ -19,6 +18,7 @@ from maxmars.compare.statistics import (
     paired_test,
     seeds_needed,
 )
+from maxmars.compare.trials import Comparison, Contender
 
 CONFIG = tiny_config()
 
@@ -92,18 +92,18 @@ def losses_made_up(rng, gains, fields, *, num_seeds, budget, confirm=1, noise):
     of_seed = rng.normal(0, 0.03, num_seeds)
     own = {field: getattr(CONFIG.optimizer, field) for field in OPTIMA}
     results = {}
-    while cells := next_cells(compared, results):
-        for cell in cells:
-            at = own | dict(cell.setting)
+    while trials := next_trials(compared, results):
+        for trial in trials:
+            at = own | dict(trial.setting)
             distances = (
                 0.05 * math.log2(at["learning_rate"] / OPTIMA["learning_rate"]) ** 2,
                 0.005 * math.log((at["weight_decay"] + 1e-4) / OPTIMA["weight_decay"], 3) ** 2,
                 0.02 * math.log2((1 - at["b1"]) / (1 - OPTIMA["b1"])) ** 2,
                 0.01 * math.log2((1 - at["b2"]) / (1 - OPTIMA["b2"])) ** 2,
             )
-            loss = 1.75 + sum(distances) + of_seed[cell.seed] + rng.normal(0, noise)
-            loss -= gains[names.index(cell.contender)]
-            results[cell] = cell_result(cell, loss)
+            loss = 1.75 + sum(distances) + of_seed[trial.seed] + rng.normal(0, noise)
+            loss -= gains[names.index(trial.contender)]
+            results[trial] = made_row(trial, loss)
     searches = [Search(contender, compared, results) for contender in compared.contenders]
     return [search.losses_at(search.best) for search in searches]
 

@@ -6,23 +6,23 @@ import re
 
 import pytest
 import scipy.stats
-from made_up import cell_result, change_comparison
+from made_up import change_comparison, made_row
 from refusals import refused
 from tiny import tiny_config
 
 from maxmars import cli
-from maxmars.compare.cells import (
-    Cell,
-    Comparison,
-    Contender,
-    open_comparison,
-    write_result,
-)
 from maxmars.compare.curves import Curve
 from maxmars.compare.grids import make_grid
 from maxmars.compare.report import write_report
 from maxmars.compare.statistics import holm
 from maxmars.compare.summary import summarize
+from maxmars.compare.trials import (
+    Comparison,
+    Contender,
+    Trial,
+    open_comparison,
+    write_row,
+)
 from maxmars.config import AdamWConfig, OptaxConfig
 
 CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=1e-3))
@@ -44,15 +44,15 @@ def write(workdir, losses, num_seeds=3):
     for name, by_seed in losses.items():
         for seed, loss in enumerate(by_seed):
             if loss is not None:
-                write_result(made_up(name, seed, loss), workdir)
+                write_row(made_up(name, seed, loss), workdir)
 
 
 def made_up(name, seed, loss, **changes):
-    """The result of a cell whose loss fell from 6 to this."""
-    cell = Cell(contender=name, setting=(("learning_rate", 1e-3),), seed=seed)
+    """The result of a trial whose loss fell from 6 to this."""
+    trial = Trial(contender=name, setting=(("learning_rate", 1e-3),), seed=seed)
     points = {"steps": (0, 1), "tokens": (0, 100), "losses": (6.0, loss)}
     curve = Curve(loss_of="validation loss", **points, step_time_s=0.1)
-    return cell_result(cell, loss, curve=curve, step_time_s=0.1, **changes)
+    return made_row(trial, loss, curve=curve, step_time_s=0.1, **changes)
 
 
 def page_of(workdir):
@@ -61,7 +61,7 @@ def page_of(workdir):
     return (workdir / "report.md").read_text()
 
 
-SEVERAL = "The cells ran on several devices"
+SEVERAL = "The trials ran on several devices"
 
 
 def test_every_pair_is_tested_with_holms_method_over_all_pairs(tmp_path):
@@ -92,15 +92,15 @@ def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
 
 def test_the_time_speed_up_counts_the_dearer_step(tmp_path, capsys):
     write(tmp_path, {"a": (3.0,), "b": (2.0,), "c": (4.5,)}, num_seeds=1)
-    write_result(dataclasses.replace(made_up("b", 0, 2.0), step_time_s=0.2), tmp_path)
-    write_result(dataclasses.replace(made_up("c", 0, 4.5), step_time_s=0.07), tmp_path)
+    write_row(dataclasses.replace(made_up("b", 0, 2.0), step_time_s=0.2), tmp_path)
+    write_row(dataclasses.replace(made_up("c", 0, 4.5), step_time_s=0.07), tmp_path)
     cli.main(["report", str(tmp_path)])
     printed, page = capsys.readouterr().out, (tmp_path / "report.md").read_text()
     for name, tokens, seconds in (("a", "–", "–"), ("b", "1.33", "0.67"), ("c", "0.50", "0.71")):
         row, *_ = re.findall(rf"^{name} .*", printed, re.MULTILINE)
         assert row.replace("x", "").split()[-3:-1] == [tokens, seconds]
         assert re.search(rf"\| {name} .* \| {tokens} \| {seconds} \| 0 of 1 \|\n", page)
-    write_result(dataclasses.replace(made_up("a", 0, 3.0), step_time_s=None), tmp_path)
+    write_row(dataclasses.replace(made_up("a", 0, 3.0), step_time_s=None), tmp_path)
     assert "| 1.33 | – |" in page_of(tmp_path)  # no step of the baseline was timed
 
 
@@ -118,7 +118,7 @@ def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp
 
 def test_what_diverged_so_far_has_not_diverged_at_every_setting(tmp_path):
     write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (None, None, None)})
-    write_result(made_up("b", 0, math.inf, diverged="rose by 0.6"), tmp_path)
+    write_row(made_up("b", 0, math.inf, diverged="rose by 0.6"), tmp_path)
     lower = "b diverged at every setting: give it lower rates."
     assert lower in page_of(tmp_path)  # at the one that there is
 
@@ -132,11 +132,11 @@ def test_what_diverged_so_far_has_not_diverged_at_every_setting(tmp_path):
     assert lower not in text
 
 
-def test_cells_of_several_devices_are_told_apart(tmp_path):
+def test_trials_of_several_devices_are_told_apart(tmp_path):
     write(tmp_path, LOSSES)
     for name, kind in (("a", "H100"), ("b", "H200")):
         environment = {"num_devices": 1, "device_kinds": [kind], "jax": "0.11.0"}
-        write_result(made_up(name, 0, LOSSES[name][0], environment=environment), tmp_path)
+        write_row(made_up(name, 0, LOSSES[name][0], environment=environment), tmp_path)
     text = page_of(tmp_path)
     assert SEVERAL in text
     assert "1 x H100: a; 1 x H200: b." in text

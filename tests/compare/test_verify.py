@@ -8,8 +8,8 @@ import pytest
 from made_up import change_comparison, change_rows
 
 from maxmars import cli
-from maxmars.compare.cells import Cell, read_results
 from maxmars.compare.summary import summarize
+from maxmars.compare.trials import Trial, read_rows
 from maxmars.compare.verify import judge
 from maxmars.config import (
     MeshConfig,
@@ -77,8 +77,8 @@ def test_a_row_of_another_start_is_refused(row, config, problem, kept, capsys):
 @pytest.fixture(scope="module")
 def row(compared, comparison):
     """Lion's row, to which its repetition here is equal bit by bit."""
-    cell = Cell(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
-    return read_results(comparison, compared)[cell]
+    trial = Trial(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
+    return read_rows(comparison, compared)[trial]
 
 
 def better(by, digest=None):

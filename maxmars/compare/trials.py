@@ -1,11 +1,12 @@
-"""The cells of a comparison, what identifies them, and their files.
+"""The trials of a comparison, the rows of the finished ones, and their files.
 
-A cell is one training run: of a contender, with one setting of the fields that are tuned, and one
+A trial is one training run: of a contender, with one setting of the fields that are tuned, and one
 seed. These three identify it within a directory, whose `compare.json` fixes the contenders'
-configs. The files are
+configs. A comparison goes one way: trials, a row of each that is finished, the summary of the rows,
+the report of the summary. The files are
 
     compare.json                          what is compared
-    rows.jsonl                            how each finished cell ended, a line a cell
+    rows.jsonl                            how each finished trial ended, a line a trial
     sources/SHA256/FILE.py                a copy of each Python file that a config names
     cells/CONTENDER/SETTING,seed=SEED/    the run, as `maxmars train` leaves it
 
@@ -47,8 +48,14 @@ _FORMAT = 6
 _PATIENCE_S = 60.0  # another process has the rows for the time of a line
 
 # Fields that neither losses nor step times depend on: they may change when a comparison continues.
-# Each cell has its own learning rate, so the config's does not matter either.
-_OF_THE_SAME = ("name", "data.verify", "hang_timeout_s", "checkpoint.", "optimizer.learning_rate")
+# Each trial has its own learning rate, so the config's does not matter either.
+_IGNORED_FIELDS = (
+    "name",
+    "data.verify",
+    "hang_timeout_s",
+    "checkpoint.",
+    "optimizer.learning_rate",
+)
 
 # Fields in which contenders may differ: the loss is measured in the same way whatever they are.
 MAY_DIFFER = (
@@ -95,7 +102,7 @@ class Contender:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class Trial:
     """The identity of one training run of a comparison."""
 
     contender: str
@@ -122,10 +129,10 @@ class Cell:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CellResult:
-    """How a cell ended."""
+class Row:
+    """How a trial ended."""
 
-    cell: Cell
+    trial: Trial
     loss: float
     """Validation loss after the last step, in nats a token; infinite if the run diverged."""
     diverged: str | None
@@ -153,6 +160,10 @@ class CellResult:
     ran."""
 
 
+Rows = Mapping[Trial, Row]
+"""The rows of finished trials."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """What is compared with what."""
@@ -163,7 +174,7 @@ class Comparison:
     seeds: tuple[int, ...]
     """The first seed is the one that contenders are tuned with."""
     budget: int
-    """Cells that the search may take of each contender."""
+    """Trials that the search may take of each contender."""
     finalists: int
     """The best settings of a contender, which run with all seeds."""
     confirm: int = 1
@@ -174,10 +185,6 @@ class Comparison:
         """How contenders are tuned and tested, as files hold it."""
         names = ("baseline", "seeds", "budget", "finalists", "confirm")
         return {name: getattr(self, name) for name in names}
-
-    def cell(self, contender: Contender, setting: Setting, seed: int) -> Cell:
-        """The cell of a contender at a setting."""
-        return Cell(contender=contender.name, setting=setting, seed=seed)
 
     @property
     def own_fields(self) -> dict[str, dict[str, object]]:
@@ -210,7 +217,7 @@ def check_comparable(contenders: Sequence[Contender]) -> None:
 
 
 def _differences(
-    config: TrainConfig, other: TrainConfig, ignored: tuple[str, ...] = _OF_THE_SAME
+    config: TrainConfig, other: TrainConfig, ignored: tuple[str, ...] = _IGNORED_FIELDS
 ) -> list[tuple[str, object, object]]:
     return [row for row in differences(config, other) if not row[0].startswith(ignored)]
 
@@ -309,16 +316,17 @@ def _comparison(fields: Mapping[str, Any]) -> Comparison:
     return Comparison(contenders=tuple(contenders), seeds=tuple(fields["seeds"]), **numbers)
 
 
-def write_result(result: CellResult, workdir: Path) -> None:
-    """Append a row to `rows.jsonl`: from now on the cell is finished.
+def write_row(row: Row, workdir: Path) -> None:
+    """Append a row to `rows.jsonl`: from now on the trial is finished.
 
     Raises:
       OSError: it cannot be written, or another process keeps it locked.
     """
-    fields: dict[str, Any] = dataclasses.asdict(result) | {"loss": json_number(result.loss)}
-    fields["train_losses"] = [(step, json_number(loss)) for step, loss in result.train_losses]
-    if result.curve is not None:
-        fields["curve"] |= {"losses": list(map(json_number, result.curve.losses))}
+    fields: dict[str, Any] = dataclasses.asdict(row) | {"loss": json_number(row.loss)}
+    fields["train_losses"] = [(step, json_number(loss)) for step, loss in row.train_losses]
+    if row.curve is not None:
+        fields["curve"] |= {"losses": list(map(json_number, row.curve.losses))}
+    fields = {"cell": fields.pop("trial"), **fields}  # as the format calls it
     path = workdir / _ROWS
     # On a network disk two machines that append at the same time write over each other.
     with naming(path), path.open("ab") as held:
@@ -329,31 +337,30 @@ def write_result(result: CellResult, workdir: Path) -> None:
         rows.close()
 
 
-def read_results(comparison: Comparison, workdir: Path) -> dict[Cell, CellResult]:
-    """The results of the finished cells with the contenders and seeds of a comparison, whatever
+def read_rows(comparison: Comparison, workdir: Path) -> dict[Trial, Row]:
+    """The rows of the finished trials with the contenders and seeds of a comparison, whatever
     their settings."""
     names = [contender.name for contender in comparison.contenders]
-    results: dict[Cell, CellResult] = {}
+    rows: dict[Trial, Row] = {}
     for fields in read_json_lines(workdir / _ROWS):
-        # A row that cannot be read is no result: the cell is run again, and its later row counts.
+        # A row that cannot be read does not count: its trial is run again, and writes another one.
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-            result = _result(fields)
-            cell = result.cell
-            if cell.contender in names and cell.seed in comparison.seeds:
-                results[cell] = result
-    return dict(sorted(results.items(), key=lambda f: (names.index(f[0].contender), f[0].name)))
+            row = _row(dict(fields))
+            if row.trial.contender in names and row.trial.seed in comparison.seeds:
+                rows[row.trial] = row
+    return dict(sorted(rows.items(), key=lambda f: (names.index(f[0].contender), f[0].name)))
 
 
-def _result(fields: Any) -> CellResult:
-    """The result that `write_result` made these fields of."""
-    cell, curve = fields["cell"], fields["curve"]
+def _row(fields: dict[str, Any]) -> Row:
+    """The row that `write_row` made these fields of."""
+    trial, curve = fields.pop("cell"), fields.pop("curve")
+    setting = tuple((field, value) for field, value in trial["setting"])
     if curve is not None:
         numbers = {name: tuple(curve[name]) for name in ("steps", "tokens")}
         curve = Curve(**curve | numbers | {"losses": tuple(map(float, curve["losses"]))})
-    setting = tuple((field, value) for field, value in cell["setting"])
-    own: dict[str, Any] = {"cell": Cell(**cell | {"setting": setting}), "curve": curve}
-    own |= {"train_losses": tuple((step, float(loss)) for step, loss in fields["train_losses"])}
-    return CellResult(**dict(fields) | own | {"loss": float(fields["loss"])})
+    fields["loss"] = float(fields["loss"])
+    fields["train_losses"] = tuple((step, float(loss)) for step, loss in fields["train_losses"])
+    return Row(trial=Trial(**trial | {"setting": setting}), curve=curve, **fields)
 
 
 def _damaged(workdir: Path) -> ValueError:
