@@ -323,14 +323,12 @@ def run_report(argv: list[str]) -> int:
 
     with loading_jax():
         from maxmars.compare.curves import read_run
-        from maxmars.compare.report import (
-            best_lines,
+        from maxmars.compare.report import best_lines, print_report, write_report
+        from maxmars.compare.run_report import (
             check_out,
             origin_of,
             print_lines,
-            print_report,
             print_where,
-            write_report,
             write_run_report,
         )
         from maxmars.compare.summary import summarize

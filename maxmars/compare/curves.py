@@ -42,15 +42,12 @@ class Curve:
     """Median time of a step; None where too few steps were timed."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Logged:
-    """What a run logged of its steps."""
+Point = tuple[int, int, float]
+"""Step, tokens trained on until then, and the value of a metric."""
 
-    tokens: Mapping[int, int]
-    """Step -> tokens trained on."""
-    series: Mapping[str, Sequence[tuple[int, float]]]
-    """Metric -> step and value, steps increasing; those of `LOGGED`, `NORMS` by component of the
-    model, bits per byte, and evaluations of the user's own, as far as the run has them."""
+Logged = Mapping[str, Sequence[Point]]
+"""Metric -> points, steps increasing; the metrics of `LOGGED`, `NORMS` by component of the model,
+bits per byte, and evaluations of the user's own, as far as a run has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,18 +125,13 @@ def read_curve(workdir: Workdir, config: TrainConfig) -> Curve:
 
 
 def _curve(rows: Sequence[dict[str, Any]], config: TrainConfig) -> Curve | None:
-    tokens = _tokens(rows, config)
     for key, name in (("eval/loss", VALIDATION_LOSS), (TRAINING_LOSS, "training loss")):
-        losses = _series(rows, key)
+        points = _points(rows, key, config)
         # A run that only evaluated its initial weights is better shown by its training loss.
-        if len(losses) > 1 or (losses and key == TRAINING_LOSS):
-            return Curve(
-                loss_of=name,
-                steps=tuple(step for step, _ in losses),
-                tokens=tuple(tokens[step] for step, _ in losses),
-                losses=tuple(loss for _, loss in losses),
-                step_time_s=median_step_time(rows),
-            )
+        if len(points) > 1 or (points and key == TRAINING_LOSS):
+            steps, tokens, losses = zip(*points, strict=True)
+            time = median_step_time(rows)
+            return Curve(loss_of=name, steps=steps, tokens=tokens, losses=losses, step_time_s=time)
     return None
 
 
@@ -148,11 +140,8 @@ def read_logged(workdir: Workdir, config: TrainConfig) -> Logged:
     rows = read_metrics(workdir)
     keys = sorted({key for row in rows for key in row})
     more = [key for key in keys if key.rpartition("/")[0] in NORMS or own_metric(key)]
-    series = {key: _series(rows, key) for key in (*LOGGED, BITS_PER_BYTE, *more)}
-    return Logged(
-        tokens=_tokens(rows, config),
-        series={key: points for key, points in series.items() if points},
-    )
+    points = {key: _points(rows, key, config) for key in (*LOGGED, BITS_PER_BYTE, *more)}
+    return {key: of_key for key, of_key in points.items() if of_key}
 
 
 def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
@@ -166,17 +155,24 @@ def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
 
 
 def _metrics(lines: Sequence[Line]) -> list[str]:
-    return sorted({name for line in lines for logged in line.logged for name in logged.series})
+    return sorted({name for line in lines for logged in line.logged for name in logged})
 
 
-def _tokens(rows: Sequence[dict[str, Any]], config: TrainConfig) -> dict[int, int]:
-    """Tokens trained on by step; lines of before do not tell them, and count the config's steps."""
-    return {row["step"]: row.get("tokens", row["step"] * config.tokens_per_step) for row in rows}
+def _points(rows: Sequence[dict[str, Any]], key: str, config: TrainConfig) -> list[Point]:
+    """The points of a metric, by step; of a step that is there twice, the last line counts.
 
-
-def _series(rows: Sequence[dict[str, Any]], key: str) -> list[tuple[int, float]]:
-    """Step and value of a metric, by step; of a step that is there twice, the last line counts."""
-    return sorted({row["step"]: float(row[key]) for row in rows if key in row}.items())
+    Lines of before do not tell the tokens, and count those of the config's steps.
+    """
+    points = {
+        row["step"]: (
+            row["step"],
+            row.get("tokens", row["step"] * config.tokens_per_step),
+            float(row[key]),
+        )
+        for row in rows
+        if key in row
+    }
+    return [points[step] for step in sorted(points)]
 
 
 def median_step_time(rows: Sequence[dict[str, Any]]) -> float | None:

@@ -11,6 +11,7 @@ contender follow from its name.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import math
@@ -74,7 +75,7 @@ def why_no_figures() -> str | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Strand:
+class _Series:
     """The runs that share a colour."""
 
     number: int
@@ -97,7 +98,7 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str, note: str = 
     Returns:
       Whether there was anything to draw.
     """
-    strands, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
+    drawn, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
     for line in lines:
         seconds = line.seconds_per_step
         if against == "time" and seconds is None:
@@ -110,13 +111,13 @@ def draw_losses(lines: Sequence[Line], path: Path, *, against: str, note: str = 
         mean = runs[0][0][: len(tokens)], losses.mean(axis=0)
         runs = [(x, np.array(values)) for x, values in runs]
         number, name = numbers[line.name], shown[line.name]
-        strands.append(_Strand(number=number, name=name, runs=runs, mean=mean))
-    if not strands:
+        drawn.append(_Series(number=number, name=name, runs=runs, mean=mean))
+    if not drawn:
         return False
     names = {curve.loss_of for line in lines for curve in line.curves}
     batch = fixed_tokens_per_step(lines)
     with _figure(path, note=note) as (axes,):
-        _draw(axes, strands)
+        _draw(axes, drawn)
         axes.set_ylabel(f"{names.pop() if len(names) == 1 else 'loss'}, nats a token")
         _label_positions(axes, against)
         if against == "tokens" and batch is not None:
@@ -142,18 +143,18 @@ def draw_norms(
 
     Result and errors are those of `draw_losses`.
     """
-    panels = {metric: strands for metric in metrics if (strands := _logged_strands(lines, metric))}
+    panels = {metric: drawn for metric in metrics if (drawn := _logged_series(lines, metric))}
     if not panels:
         return False
     with _figure(path, len(panels), columns, note=note) as all_axes:
-        for axes, (metric, strands) in zip(all_axes, panels.items(), strict=True):
+        for axes, (metric, drawn) in zip(all_axes, panels.items(), strict=True):
             # Rates begin and end at 0, so of them the peaks count.
-            spread = [y.max() if metric == "train/learning_rate" else y for _, y in _runs(strands)]
+            spread = [y.max() if metric == "train/learning_rate" else y for _, y in _runs(drawn)]
             spread = np.hstack(spread)
             spread = spread[np.isfinite(spread) & (spread > 0)]
             are_losses = metric == TRAINING_LOSS
             is_log = not are_losses and spread.size > 0 and spread.max() > 5 * spread.min()
-            _draw(axes, strands, is_log=bool(is_log), are_losses=are_losses)
+            _draw(axes, drawn, is_log=bool(is_log), are_losses=are_losses)
             axes.set_title(metrics[metric], parse_math=False)
             _label_positions(axes, "tokens")
     return True
@@ -287,32 +288,31 @@ def draw_speed_ups(
     return True
 
 
-def _runs(strands: Sequence[_Strand]) -> list[tuple[np.ndarray, np.ndarray]]:
-    return [run for strand in strands for run in strand.runs]
+def _runs(drawn: Sequence[_Series]) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [run for series in drawn for run in series.runs]
 
 
-def _logged_strands(lines: Sequence[Line], metric: str) -> list[_Strand]:
-    strands, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
+def _logged_series(lines: Sequence[Line], metric: str) -> list[_Series]:
+    drawn, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
     for line in lines:
-        with_metric = [logged for logged in line.logged if metric in logged.series]
-        if not with_metric:
+        runs = [np.array(logged[metric], float).T for logged in line.logged if metric in logged]
+        if not runs:
             continue
-        series = [dict(logged.series[metric]) for logged in with_metric]
-        runs = [
-            (
-                np.array([logged.tokens[step] for step in values], float),
-                np.array([*values.values()]),
-            )
-            for logged, values in zip(with_metric, series, strict=True)
-        ]
-        steps = sorted(set.intersection(*map(set, series)))  # those that all seeds reached
-        means = np.array([[values[step] for step in steps] for values in series]).mean(axis=0)
+        # The mean is over those steps that all seeds reached.
+        steps = functools.reduce(np.intersect1d, [step for step, _, _ in runs])
+        means = np.mean([v[np.isin(s, steps)] for s, _, v in runs], axis=0)
         if metric == TRAINING_LOSS or metric.startswith("train/grad_norm"):
             means = _smooth(means)
-        mean = np.array([with_metric[0].tokens[step] for step in steps], float), means
-        number, name = numbers[line.name], shown[line.name]
-        strands.append(_Strand(number=number, name=name, runs=runs, mean=mean))
-    return strands
+        step, tokens, _ = runs[0]
+        drawn.append(
+            _Series(
+                number=numbers[line.name],
+                name=shown[line.name],
+                runs=[(tokens, values) for _, tokens, values in runs],
+                mean=(tokens[np.isin(step, steps)], means),
+            )
+        )
+    return drawn
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
@@ -345,40 +345,40 @@ def _label_log(axis: Axis, subs: tuple[float, ...]) -> None:
 
 def _draw(
     axes: Axes,
-    strands: Sequence[_Strand],
+    drawn: Sequence[_Series],
     *,
     is_log: bool = False,
     are_losses: bool = True,
 ) -> None:
-    limits = _limits(strands, are_losses=are_losses, is_log=is_log)
+    limits = _limits(drawn, are_losses=are_losses, is_log=is_log)
     if is_log:
         is_wide = limits is not None and limits[1] > 1e3 * limits[0]
         axes.set_yscale("log", nonpositive="mask")
         _label_log(axes.yaxis, (1.0,) if is_wide else (1.0, 2.0, 5.0))
     if limits is not None:
         axes.set_ylim(*limits)
-    alpha = float(np.clip(6 / len(_runs(strands)), 0.15, 0.45))  # many lines hide each other
-    for strand in strands:
-        style = _style(strand.number)
-        x, means = strand.mean
+    alpha = float(np.clip(6 / len(_runs(drawn)), 0.15, 0.45))  # many lines hide each other
+    for series in drawn:
+        style = _style(series.number)
+        x, means = series.mean
         if len(x):
             every = max(1, len(x) // 10)
             # Marks of lines that lie on each other stand beside each other.
-            markers = (strand.number % every, every)
-            axes.plot(x, means, label=_label(strand.name), markevery=markers, **style)
-        for x, values in strand.runs:
-            if len(strand.runs) > 1 or not np.array_equal(values, means):
+            markers = (series.number % every, every)
+            axes.plot(x, means, label=_label(series.name), markevery=markers, **style)
+        for x, values in series.runs:
+            if len(series.runs) > 1 or not np.array_equal(values, means):
                 axes.plot(x, values, color=style["color"], lw=_THIN, alpha=alpha, zorder=1.5)
 
 
 def _limits(
-    strands: Sequence[_Strand], *, are_losses: bool, is_log: bool
+    drawn: Sequence[_Series], *, are_losses: bool, is_log: bool
 ) -> tuple[float, float] | None:
     """The vertical range of what runs do, as far as a run that diverged does not flatten the
     others: of losses after the warm-up, `_REACH` times the range of the lower half of the runs;
     on a logarithmic axis of rates or norms, which differ more between sound runs, `_DECADES` above
     that half."""
-    runs = _runs(strands)
+    runs = _runs(drawn)
     settled = _WARM_UP * max(float(x[-1]) for x, _ in runs) if are_losses else 0.0
     if all(np.sum(x >= settled) < _FEWEST for x, _ in runs):
         settled = 0.0  # else nothing but the ends would be seen

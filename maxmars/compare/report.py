@@ -1,8 +1,5 @@
-"""The reports of comparisons and of single runs.
-
-A report is `report.md`, `curves.csv` and, with matplotlib, `figures/*`; a comparison also prints a
-table in 80 columns, and has its result in `results.csv` and `results.tex`.
-"""
+"""The report of comparisons: `report.md`, the table of results also as `results.csv` and
+`results.tex` and in 80 columns, `curves.csv` and, with matplotlib, `figures/*`."""
 
 from __future__ import annotations
 
@@ -10,32 +7,21 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-
-from maxmars.checkpoint.journal import read_journal
-from maxmars.compare.curves import (
-    BITS_PER_BYTE,
-    LOGGED,
-    TRAINING_LOSS,
-    VALIDATION_LOSS,
-    Curve,
-    Line,
-    Logged,
-    norms_by_component,
-    shown_names,
-)
-from maxmars.compare.figures import (
-    draw_losses,
-    draw_norms,
-    draw_speed_ups,
-    draw_tuning,
-    why_no_figures,
-)
+from maxmars.compare.curves import Line
+from maxmars.compare.figures import draw_speed_ups, draw_tuning, why_no_figures
 from maxmars.compare.grids import LEARNING_RATE
+from maxmars.compare.run_report import (
+    Figures,
+    Format,
+    Recorded,
+    curves_csv,
+    line_figures,
+    print_where,
+    write_markdown,
+)
 from maxmars.compare.search import Search
 from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.compare.summary import (
@@ -43,8 +29,10 @@ from maxmars.compare.summary import (
     MARK_MEANS,
     Outcome,
     Summary,
+    training_losses,
 )
 from maxmars.compare.tables import (
+    NONE,
     csv_table,
     escape_markdown,
     fold,
@@ -54,12 +42,9 @@ from maxmars.compare.tables import (
     print_table,
 )
 from maxmars.compare.trials import Comparison, Rows, describe_setting
-from maxmars.config.numbers import duration, short
-from maxmars.distributed.files import Workdir, read_text, write_text
-from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
+from maxmars.config.numbers import short
+from maxmars.distributed.files import write_text
 
-Format = Literal["png", "pdf", "svg"]
-_NONE = "–"
 _ENDS = {"mean": "", "low": "_low", "high": "_high"}  # of an interval, in results.csv
 _NEXT = 3  # settings that are named of those that a search did not reach
 
@@ -67,32 +52,6 @@ _NEXT = 3  # settings that are named of those that a search did not reach
 Summaries = Mapping[str, Summary]
 """What comparisons found, by their names, smallest model first; that of a single one may be empty,
 and then no table has a column for it."""
-
-
-_Recorded = tuple[Mapping[str, str], Curve | None, Logged]
-"""What tells a run from others, its curve and what it logged."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Figures:
-    """Where figures of a report go, and what they are of."""
-
-    out: Path
-    """Directory of the report."""
-    format: Format
-    folder: str = ""
-    """Below `figures`."""
-    note: str = ""
-    """What stands above each."""
-
-    def path(self, name: str) -> Path:
-        return self.out / "figures" / self.folder / f"{name}.{self.format}"
-
-    def image(self, name: str, caption: str) -> str:
-        """A figure in the Markdown of the report, with a caption."""
-        shown = "" if self.format == "pdf" else "!"  # Markdown shows no PDF
-        link = self.path(name).relative_to(self.out).as_posix()
-        return f"{shown}[{name.replace('_', ' ')}]({link})\n\n{caption}".strip()
 
 
 def write_report(summaries: Summaries, out: Path, format: Format = "png", origin: str = "") -> None:
@@ -134,17 +93,17 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png", origin
     if why_none := why_no_figures():
         blocks.append(why_none)
     else:
-        blocks += _all_figures(summaries, _Figures(out=out, format=format))
+        blocks += _all_figures(summaries, Figures(out=out, format=format))
     blocks.append(
         "`curves.csv` has the losses of every run by step, and what the best ones logged."
     )
-    write_text(out / "curves.csv", _curves_csv(_recorded(summaries)))
+    write_text(out / "curves.csv", curves_csv(_recorded(summaries)))
     write_text(out / "results.csv", _results_csv(summaries))
     write_text(out / "results.tex", latex_table(*results))
-    _write_markdown(out, blocks)
+    write_markdown(out, blocks)
 
 
-def _all_figures(summaries: Summaries, figures: _Figures) -> Iterator[str]:
+def _all_figures(summaries: Summaries, figures: Figures) -> Iterator[str]:
     runs = "\n".join(_at(size, _runs_of(summary)) for size, summary in summaries.items())
     gains, path = _speed_ups(summaries), figures.path("speed_up")
     if draw_speed_ups(gains, path, _baseline(summaries), note=runs):
@@ -157,48 +116,20 @@ def _all_figures(summaries: Summaries, figures: _Figures) -> Iterator[str]:
         yield from _comparison_figures(summary, own)
 
 
-def _recorded(summaries: Summaries) -> Iterator[_Recorded]:
+def _recorded(summaries: Summaries) -> Iterator[Recorded]:
     """What every run of comparisons recorded."""
     for where, summary in summaries.items():
         for outcome in summary.outcomes:
             best = outcome.best
             logged = {} if best is None else dict(zip(best.losses, best.line.logged, strict=True))
-            for result in outcome.rows:
-                trial = result.trial
+            for row in outcome.rows:
+                trial = row.trial
                 is_best = best is not None and trial.setting == best.setting
                 labels = {"comparison": where, "contender": trial.contender}
                 labels |= {"setting": describe_setting(trial.setting), "seed": str(trial.seed)}
                 labels |= {"best": str(is_best)}
-                tokens_per_step = outcome.contender.config.tokens_per_step
-                own = Logged(
-                    tokens={step: step * tokens_per_step for step, _ in result.train_losses},
-                    series={TRAINING_LOSS: result.train_losses},
-                )
-                yield labels, result.curve, logged[trial.seed] if is_best else own
-
-
-def _curves_csv(runs: Iterable[_Recorded]) -> str:
-    """What runs recorded, a line for each of their steps, with the metrics' own names."""
-    rows: list[dict[str, Any]] = []
-    for labels, curve, logged in runs:
-        series = dict(logged.series)
-        tokens = dict(logged.tokens)
-        if curve is not None:
-            tokens |= zip(curve.steps, curve.tokens, strict=True)
-            if curve.loss_of == VALIDATION_LOSS:
-                series["eval/loss"] = list(zip(curve.steps, curve.losses, strict=True))
-        by_step: dict[int, dict[str, Any]] = {}
-        for metric, points in series.items():
-            for step, value in points:
-                by_step.setdefault(step, {})[metric] = value
-        for step, values in sorted(by_step.items()):
-            seconds = step * curve.step_time_s if curve and curve.step_time_s else None
-            rows.append(
-                {**labels, "step": step, "tokens": tokens[step], "seconds": seconds} | values
-            )
-    first = [*rows[0]][: [*rows[0]].index("seconds") + 1] if rows else []
-    columns = [*first, *sorted({name for row in rows for name in row} - set(first))]
-    return csv_table(columns, [[row.get(name) for name in columns] for row in rows])
+                own = training_losses(row, outcome.contender)
+                yield labels, row.curve, logged[trial.seed] if is_best else own
 
 
 def _table(
@@ -234,74 +165,6 @@ def _speed_ups(summaries: Summaries) -> dict[str, list[tuple[int, Interval]]]:
     return speed_ups
 
 
-def write_run_report(
-    lines: Sequence[Line], out: Path, workdirs: Mapping[str, Workdir], format: Format = "png"
-) -> None:
-    """Write the report of any runs into a directory.
-
-    Args:
-      lines: the runs' curves.
-      out: the directory.
-      workdirs: line's name -> working directory of its run, or of its comparison.
-      format: of the figures.
-
-    Raises:
-      FileExistsError: `out` holds a report already, and not an earlier one of the same runs.
-    """
-    origin = origin_of(workdirs.values())
-    check_out(out, origin)
-    sessions = {name: sessions_of(read_journal(workdir)) for name, workdir in workdirs.items()}
-    seconds = {name: run_seconds(of_run) for name, of_run in sessions.items() if of_run}
-    names = ", ".join(escape_markdown(line.name) for line in lines)
-    blocks = [
-        f"# Runs: {names}",
-        origin,
-        "## Runs",
-        markdown_table(*_run_table(lines)),
-        "Losses in nats a token: the training loss is the mean over the last twentieth of what was "
-        "logged, the validation losses are the last and the lowest, and bits a byte those of the "
-        "last.",
-    ]
-    _write_markdown(out, blocks)  # first: it says whose report this is
-    if seconds:
-        blocks += ["## Where the time went", _time_table(seconds)]
-    why_none = why_no_figures()
-    figures = _Figures(out=out, format=format)
-    blocks += ["## Figures", *([why_none] if why_none else _line_figures(lines, figures, ""))]
-    blocks.append("`curves.csv` has all of it by step, and evaluations by functions of one's own.")
-    recorded = (
-        ({"run": line.name, "number": str(number)}, curve, logged)
-        for line in lines
-        for number, (curve, logged) in enumerate(zip(line.curves, line.logged, strict=False), 1)
-    )
-    write_text(out / "curves.csv", _curves_csv(recorded))
-    _write_markdown(out, blocks)
-
-
-def origin_of(workdirs: Iterable[Workdir]) -> str:
-    """What a report is of, in a sentence of its page."""
-    named = sorted({escape_markdown(str(workdir)) for workdir in workdirs})
-    return f"Made by `maxmars report` of {', '.join(named)}."
-
-
-def check_out(out: Path, origin: str) -> None:
-    """Check that nothing is overwritten but an earlier report of the same.
-
-    Args:
-      out: the directory of the new report.
-      origin: the sentence by which the page of an earlier report says that it is of the same.
-
-    Raises:
-      FileExistsError: `out` holds something else by the name of a part of the report.
-    """
-    taken = [name for name in ("report.md", "figures") if (out / name).exists()]
-    if taken and origin not in (read_text(out / "report.md") or "").splitlines():
-        raise FileExistsError(
-            f"{out} holds {' and '.join(taken)} already, not as a report of the same runs; move "
-            "them away, or give single runs another directory by --out."
-        )
-
-
 def print_plan(comparison: Comparison, rows: Rows) -> None:
     """Print what a comparison is about to do, in 80 columns."""
     contenders, seeds = comparison.contenders, len(comparison.seeds)
@@ -330,11 +193,6 @@ def print_plan(comparison: Comparison, rows: Rows) -> None:
         )
 
 
-def print_lines(lines: Sequence[Line]) -> None:
-    """Print how runs ended, in 80 columns."""
-    print_table(*_run_table(lines))
-
-
 def print_report(summaries: Summaries, out: Path) -> None:
     """Print what a comparison found, in 80 columns, and where its report is."""
     for size, summary in summaries.items():
@@ -354,13 +212,6 @@ def print_report(summaries: Summaries, out: Path) -> None:
         print_table(("", *(title for size in summaries for title in (size, ""))), rows)
         print(f"validation loss, and data speed-up over {_baseline(summaries)}")
     print_where(out)
-
-
-def print_where(out: Path) -> None:
-    """Print where a report is, and why it has no figures if it has none."""
-    if why_none := why_no_figures():
-        print(fold(why_none))
-    print(f"report: {out / 'report.md'}")
 
 
 def _print_summary(summary: Summary) -> None:
@@ -395,10 +246,6 @@ def _print_summary(summary: Summary) -> None:
 def best_lines(summary: Summary) -> list[Line]:
     """The curves of each contender at its best rate."""
     return [o.best.line for o in summary.outcomes if o.best is not None]
-
-
-def _write_markdown(directory: Path, blocks: Sequence[str]) -> None:
-    write_text(directory / "report.md", "\n\n".join(blocks) + "\n")
 
 
 def _setting(summary: Summary) -> str:
@@ -454,14 +301,14 @@ _PRINTED = {
 
 
 def _result(outcome: Outcome, summary: Summary) -> Mapping[str, str]:
-    """The cells of a contender under `_COLUMNS` and `_PRINTED`; `_NONE` where there is nothing."""
+    """The cells of a contender under `_COLUMNS` and `_PRINTED`; `NONE` where there is nothing."""
     best, comparison, step_s = outcome.best, summary.comparison, outcome.step_time_s
-    cells = defaultdict(lambda: _NONE, name=outcome.contender.name)
+    cells = defaultdict(lambda: NONE, name=outcome.contender.name)
     cells["diverged"] = f"{outcome.num_diverged} of {outcome.num_trials}"
     if step_s is not None:
         cells["step_ms"] = f"{1000 * step_s:.1f}"
     if best is None:
-        cells["mean"] = "diverged" if outcome.has_diverged else _NONE
+        cells["mean"] = "diverged" if outcome.has_diverged else NONE
         return cells
     setting = describe_setting(best.setting).replace(",", ", ")
     cells["setting"] = f"{setting}{' (not at its end)' if outcome.search.untried else ''}"
@@ -627,7 +474,7 @@ def _cost_rows(summary: Summary) -> Sequence[Sequence[str]]:
     rows = []
     for outcome in summary.outcomes:
         step, cost = outcome.step_time_s, outcome.cost
-        speed, memory = [_NONE] * 2, [_NONE] * 3
+        speed, memory = [NONE] * 2, [NONE] * 3
         if step is not None:
             tokens_per_step = outcome.contender.config.tokens_per_step
             speed = [f"{1000 * step:.1f} ms", f"{tokens_per_step / step:,.0f}"]
@@ -635,7 +482,7 @@ def _cost_rows(summary: Summary) -> Sequence[Sequence[str]]:
             state = cost["optimizer_state_bytes"]
             ratio = f"{state / cost['num_parameters']:.2f}"
             # On several devices the state's bytes are one device's share of it.
-            ratio = ratio if cost["num_devices"] == 1 else _NONE
+            ratio = ratio if cost["num_devices"] == 1 else NONE
             memory = [f"{short(state)}B", ratio, f"{short(cost['collective_bytes'])}B"]
         rows.append((outcome.contender.name, *speed, *memory))
     return rows
@@ -687,12 +534,12 @@ def _tuning_rows(summary: Summary) -> Sequence[Sequence[str]]:
             texts = ["diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in losses]
             mark = " (best)" if setting == best else ""
             name = describe_setting(setting).replace(",", ", ")
-            rows.append((outcome.contender.name, f"{name}{mark}", ", ".join(texts) or _NONE))
+            rows.append((outcome.contender.name, f"{name}{mark}", ", ".join(texts) or NONE))
     return rows
 
 
-def _comparison_figures(summary: Summary, figures: _Figures) -> Iterator[str]:
-    yield from _line_figures(best_lines(summary), figures, " at the best setting")
+def _comparison_figures(summary: Summary, figures: Figures) -> Iterator[str]:
+    yield from line_figures(best_lines(summary), figures, " at the best setting")
     for field in _tuned(summary):
         name = f"tuning_{field}"
         grids = {o.contender.name: o.on_slice(field) for o in summary.outcomes}
@@ -705,81 +552,3 @@ def _comparison_figures(summary: Summary, figures: _Figures) -> Iterator[str]:
                 "Marks on the upper edge are runs above it, or that diverged."
             )
             yield figures.image(name, caption)
-
-
-def _line_figures(lines: Sequence[Line], figures: _Figures, what: str) -> Iterator[str]:
-    """Figures of losses, rates and norms."""
-    several = any(line.curves[1:] for line in lines)
-    thin = " Thin: each seed; thick: their mean." if several else ""
-    # Losses are compared with losses of the same kind.
-    validated = [line for line in lines if line.curves[0].loss_of == VALIDATION_LOSS] or lines
-    never = _names([line for line in lines if line not in validated])
-    never = f" Without evaluations, so not drawn: {never}." if never else ""
-    untimed = _names([line for line in validated if line.seconds_per_step is None])
-    untimed = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
-    for against, ending in (
-        ("tokens", f" against tokens.{thin}{never}"),
-        ("time", f" against their number of steps times its median time.{thin}{never}{untimed}"),
-    ):
-        path = figures.path(f"loss_{against}")
-        if validated and draw_losses(validated, path, against=against, note=figures.note):
-            loss_of = validated[0].curves[0].loss_of.capitalize()
-            yield figures.image(path.stem, f"{loss_of}{what}{ending}")
-    for name, metrics, columns, text in (
-        ("norms", LOGGED, 2, "Training losses, learning rates and norms"),
-        ("norms_by_component", norms_by_component(lines), 4, "Norms by component of the model"),
-    ):
-        if draw_norms(lines, figures.path(name), metrics, columns=columns, note=figures.note):
-            ending = (
-                "Thin: every run as it was logged; thick: a mean over seeds and, of losses and "
-            )
-            ending += "gradient norms, a sixteenth of the run."
-            yield figures.image(
-                name, f"{text}{what}, of runs whose metrics.jsonl is there. {ending}"
-            )
-
-
-def _names(lines: Sequence[Line]) -> str:
-    return escape_markdown(", ".join(line.name for line in lines))
-
-
-_RUN_COLUMNS = ("run", "tokens", "training", "validation", "lowest", "step, ms", "bits/byte")
-
-
-def _run_table(lines: Sequence[Line]) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """`_RUN_COLUMNS`, and a row for each line; without bits per byte where no run has them."""
-    rows, shown = [], shown_names(lines)
-    for line in lines:
-        tokens, losses = line.points
-        means, curve = losses.mean(axis=0), line.curves[0]
-        final = lowest = _NONE
-        if curve.loss_of == VALIDATION_LOSS:
-            final, lowest = f"{means[-1]:.4f}", f"{np.fmin.reduce(means):.4f}"
-        step = _NONE if curve.step_time_s is None else f"{1000 * curve.step_time_s:.1f}"
-        logged = {
-            metric: [points for run in line.logged if (points := run.series.get(metric))]
-            for metric in (TRAINING_LOSS, BITS_PER_BYTE)
-        }
-        late = [
-            float(np.mean([loss for _, loss in points[-max(1, len(points) // 20) :]]))
-            for points in logged[TRAINING_LOSS]
-        ]
-        training = f"{np.mean(late):.4f}" if late else _NONE
-        last = [points[-1][1] for points in logged[BITS_PER_BYTE]]
-        bits = f"{np.mean(last):.4f}" if last else _NONE
-        rows.append((shown[line.name], f"{tokens[-1]:,}", training, final, lowest, step, bits))
-    if all(bits == _NONE for *_, bits in rows):
-        return _RUN_COLUMNS[:-1], [row[:-1] for row in rows]
-    return _RUN_COLUMNS, rows
-
-
-def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
-    """Shares of wall-clock time, a column a run."""
-    shares_of = {name: shares(spent) for name, spent in seconds.items()}
-    rows = [("time", *(duration(sum(spent.values())) for spent in seconds.values()))]
-    rows += [
-        (text, *(f"{of[activity]:.1%}" for of in shares_of.values()))
-        for activity, text in ACTIVITIES.items()
-        if any(of[activity] for of in shares_of.values())
-    ]
-    return markdown_table(("share of the time", *shares_of), rows)

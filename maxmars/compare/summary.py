@@ -245,7 +245,7 @@ def _best(
     ours = search.rows_at(search.best)
     # One step time for all seeds, so that their curves have the same times as well.
     curves = [dataclasses.replace(r.curve, step_time_s=step_time_s) for r in ours if r.curve]
-    logged = tuple(_logged(result, contender, workdir) for result in ours)
+    logged = tuple(_logged(row, contender, workdir) for row in ours)
     line = Line(name=contender.name, curves=tuple(curves), logged=logged)
     gain = test = needed = None
     if baselines and contender.name != baselines[0].trial.contender:
@@ -293,10 +293,14 @@ def _speed_up(ours: Sequence[Row], baselines: Sequence[Row]) -> Interval | None:
     return Interval(mean=math.exp(log_mean.mean), low=low, high=high)
 
 
-def _logged(result: Row, contender: Contender, workdir: Path) -> Logged:
+def training_losses(row: Row, contender: Contender) -> Logged:
+    """The training losses of a row; all steps of a trial have the tokens that its config says."""
+    tokens_per_step = contender.config.tokens_per_step
+    points = [(step, step * tokens_per_step, loss) for step, loss in row.train_losses]
+    return {TRAINING_LOSS: points} if points else {}
+
+
+def _logged(row: Row, contender: Contender, workdir: Path) -> Logged:
     """What a trial logged: its training losses, and the rest where its metrics are still there."""
-    read = read_logged(result.trial.directory(workdir), contender.config)
-    losses = {TRAINING_LOSS: result.train_losses} if result.train_losses else {}
-    # All steps of a trial have the tokens that its config says.
-    tokens = {step: step * contender.config.tokens_per_step for step, _ in result.train_losses}
-    return Logged(tokens={**tokens, **read.tokens}, series={**read.series, **losses})
+    read = read_logged(row.trial.directory(workdir), contender.config)
+    return {**read, **training_losses(row, contender)}

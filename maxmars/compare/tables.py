@@ -11,6 +11,9 @@ from typing import Any
 
 from maxmars.compare.statistics import Interval
 
+NONE = "–"
+"""A cell of a table for people that has no value."""
+
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table whose columns after the first are aligned as numbers."""

@@ -12,7 +12,7 @@ from tiny import began_at, tiny_config
 
 from maxmars import cli
 from maxmars.checkpoint.journal import Ended, PrefixHash
-from maxmars.compare.curves import Curve, Line, Logged, norms_by_component, read_run
+from maxmars.compare.curves import Curve, Line, norms_by_component, read_run
 from maxmars.compare.figures import (
     draw_losses,
     draw_norms,
@@ -44,9 +44,11 @@ def line(name, losses, step_time_s=0.1, **series):
         losses=tuple(losses),
         step_time_s=step_time_s,
     )
-    logged = {f"train/{key}": list(enumerate(values, 1)) for key, values in series.items()}
-    tokens = {step: 100 * step for values in logged.values() for step, _ in values}
-    return Line(name=name, curves=(curve,), logged=(Logged(tokens=tokens, series=logged),))
+    logged = {
+        f"train/{key}": [(step, 100 * step, value) for step, value in enumerate(values, 1)]
+        for key, values in series.items()
+    }
+    return Line(name=name, curves=(curve,), logged=(logged,))
 
 
 def test_the_curve_of_a_run(tmp_path):
@@ -59,7 +61,7 @@ def test_the_curve_of_a_run(tmp_path):
     (curve,) = run.curves
     assert (curve.losses[0], curve.loss_of) == (5.0, "training loss")
     assert math.isnan(curve.losses[1])
-    assert run.logged[0].series["train/loss"][0] == (0, 5.0)
+    assert run.logged[0]["train/loss"][0] == (0, 0, 5.0)
 
 
 def test_seeds_are_drawn_as_far_as_all_of_them_go():
