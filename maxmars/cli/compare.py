@@ -109,7 +109,6 @@ def run(argv: list[str]) -> int:
         from maxmars.compare.figures import why_no_figures
         from maxmars.compare.report import print_plan, print_report
         from maxmars.compare.run import compare
-        from maxmars.compare.summary import summarize
         from maxmars.compare.trials import read_rows
         from maxmars.distributed import processes
         from maxmars.distributed.exits import EXIT_CODE
@@ -120,9 +119,10 @@ def run(argv: list[str]) -> int:
     if arguments.dry_run:
         return 0
     processes.check_accelerators()
-    if not compare(comparison, workdir):
+    summary = compare(comparison, workdir)
+    if summary is None:
         return EXIT_CODE
-    print_report({"": summarize(workdir)}, workdir)
+    print_report({"": summary}, workdir)
     return 0
 
 

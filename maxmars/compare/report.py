@@ -437,14 +437,15 @@ def _tuned(summary: Summary) -> list[str]:
 
 def _search_notes(summary: Summary) -> Iterator[str]:
     """Contenders whose search was not at its end, or that are tuned over fewer fields."""
+    at_one = [o for o in summary.outcomes if len(o.losses) == 1 and not o.search.missing]
     tuned: dict[str, list[str]] = {}
     for outcome in summary.outcomes:
-        fields = ", ".join(grid.field for grid in outcome.contender.grids)
-        tuned.setdefault(fields, []).append(outcome.contender.name)
+        if outcome not in at_one:
+            fields = ", ".join(grid.field for grid in outcome.contender.grids)
+            tuned.setdefault(fields, []).append(outcome.contender.name)
     for fields, names in tuned.items() if len(tuned) > 1 else ():
         listed = ", ".join(names)
         yield f"Tuned over {fields}: {listed}." if fields else f"Not tuned: {listed}."
-    at_one = [o for o in summary.outcomes if len(o.losses) == 1 and not o.search.missing]
     if at_one:
         listed = ", ".join(outcome.contender.name for outcome in at_one)
         yield f"Run at one setting only, so not tuned: {listed}."

@@ -25,7 +25,7 @@ from maxmars.checkpoint.lock import FileLock, is_owned
 from maxmars.compare.curves import median_step_time, read_curve
 from maxmars.compare.report import write_report
 from maxmars.compare.search import Search, next_trials
-from maxmars.compare.summary import summarize
+from maxmars.compare.summary import Summary, summarize
 from maxmars.compare.trials import (
     Comparison,
     Contender,
@@ -65,7 +65,7 @@ Digests = tuple[str, str]
 """Digests of the weights that a run starts from, and of the batches of its first and last step."""
 
 
-def compare(comparison: Comparison, workdir: Path) -> bool:
+def compare(comparison: Comparison, workdir: Path) -> Summary | None:
     """Run the trials that a comparison lacks, on all devices, and write its report.
 
     Any number of processes may do so at the same time: whoever locks a trial's directory first runs
@@ -77,8 +77,8 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
       workdir: directory of the comparison, on a disk of this machine.
 
     Returns:
-      Whether the comparison is complete. It is not after SIGTERM or Ctrl-C, which save the trial
-      that is running; the next call continues it.
+      What it found; None after SIGTERM or Ctrl-C, which save the trial that is running. The next
+      call continues it.
 
     Raises:
       ValueError: the contenders are not comparable or do not fit the mesh and the data, or
@@ -135,9 +135,10 @@ def compare(comparison: Comparison, workdir: Path) -> bool:
             print(_progress(row, comparison, rows | {trial: row}, workdir), flush=True)
     if pending:
         print(f"stopped with {len(rows)} finished trials; the same command continues")
-        return False
-    write_report({"": summarize(workdir)}, workdir)
-    return True
+        return None
+    summary = summarize(workdir)
+    write_report({"": summary}, workdir)
+    return summary
 
 
 def keep_programs(workdir: Path) -> None:
