@@ -25,6 +25,7 @@ import numpy as np
 from maxmars.compare.curves import TRAINING_LOSS, Line, fixed_tokens_per_step, shown_names
 from maxmars.compare.grids import Number
 from maxmars.compare.statistics import CONFIDENCE, Interval
+from maxmars.compare.summary import Tried
 from maxmars.compare.tables import folded
 from maxmars.config.errors import pip_install
 from maxmars.config.numbers import duration, short
@@ -161,32 +162,23 @@ def draw_norms(
 
 
 def draw_tuning(
-    grids: Mapping[str, Mapping[Number, Sequence[float]]],
-    path: Path,
-    field: str,
-    others: Mapping[str, Sequence[tuple[Number, Sequence[float]]]] | None = None,
-    *,
-    note: str = "",
+    settings: Mapping[str, Sequence[Tried]], path: Path, field: str, *, note: str = ""
 ) -> bool:
     """Draw final losses against the values of a field: a small mark a run, a line through the means
     of the settings that differ in this field alone, with large marks where several seeds make the
-    mean, and a thin line through the lowest means of all.
+    mean, small crosses for the runs of other settings, and a thin line through the lowest means of
+    all.
 
     Args:
-      grids: contender -> value of the field, increasing -> final losses of its runs in nats a
-        token; infinite where a run diverged. The line goes through their means.
+      settings: of each contender, by their values.
       field: its name.
-      others: contender -> value of the field and final losses by seed of each setting that is not
-        on its line, drawn as small crosses.
 
     Result and errors are those of `draw_losses`; there is nothing to draw where no contender has
     two values of the field.
     """
-    others = others or {}
-    settings = {name: [*grid.items(), *others.get(name, ())] for name, grid in grids.items()}
-    every = [loss for tried in settings.values() for _, losses in tried for loss in losses]
+    every = [loss for tried in settings.values() for one in tried for loss in one.losses]
     finite = [loss for loss in every if math.isfinite(loss)]
-    if not finite or all(len({value for value, _ in tried}) < 2 for tried in settings.values()):
+    if not finite or all(len({one.value for one in tried}) < 2 for tried in settings.values()):
         return False
     bottom, middle = min(finite), float(np.median(finite))
     # A run far above the others would flatten their lines. It, and one that diverged, has its mark
@@ -194,28 +186,26 @@ def draw_tuning(
     top = min(max(finite), middle + 4 * (middle - bottom) + 0.05)
     margin = 0.06 * (top - bottom) or 0.01
     with _figure(path, note=note) as (axes,):
-        numbers = _numbers(grids)
-        for name, grid in grids.items():
-            if not settings[name]:
+        numbers = _numbers(settings)
+        for name, tried in settings.items():
+            if not tried:
                 continue
             style = _style(numbers[name])
             color, marker = style["color"], style["marker"]
-            means = [_mean(losses) for losses in grid.values()]
-            several = [i for i, losses in enumerate(grid.values()) if len(losses) > 1]
-            axes.plot(list(grid), means, label=_label(name), markevery=several, **style)
-            for mark, tried in ((marker, grid.items()), ("+", others.get(name, ()))):
-                for value, losses in tried:
-                    at, shown = [value] * len(losses), np.minimum(losses, top + margin)
-                    axes.plot(at, shown, mark, color=color, ms=3.5, alpha=0.5, clip_on=False)
-            values = sorted({value for value, _ in settings[name]})
-            lowest = [
-                np.fmin.reduce(
-                    [_mean(losses) for other, losses in settings[name] if other == value]
-                )
-                for value in values
-            ]
-            axes.plot(values, lowest, color=color, lw=_THIN, alpha=0.6, zorder=1.5)
-        _scale_of_values(axes, {value for tried in settings.values() for value, _ in tried})
+            line = [one for one in tried if one.on_slice]
+            several = [i for i, one in enumerate(line) if len(one.losses) > 1]
+            values, means = [one.value for one in line], [_mean(one.losses) for one in line]
+            axes.plot(values, means, label=_label(name), markevery=several, **style)
+            for one in tried:
+                at, shown = [one.value] * len(one.losses), np.minimum(one.losses, top + margin)
+                mark = marker if one.on_slice else "+"
+                axes.plot(at, shown, mark, color=color, ms=3.5, alpha=0.5, clip_on=False)
+            lowest: dict[Number, float] = {}
+            for one in tried:
+                mean = _mean(one.losses)
+                lowest[one.value] = float(np.fmin(mean, lowest.get(one.value, mean)))
+            axes.plot([*lowest], [*lowest.values()], color=color, lw=_THIN, alpha=0.6, zorder=1.5)
+        _scale_of_values(axes, {one.value for tried in settings.values() for one in tried})
         axes.tick_params(axis="x", labelrotation=30)
         axes.set_ylim(bottom - margin, top + margin)
         axes.set_xlabel("peak learning rate" if field == "learning_rate" else field)

@@ -543,9 +543,8 @@ def _comparison_figures(summary: Summary, figures: Figures) -> Iterator[str]:
     yield from line_figures(best_lines(summary), figures, " at the best setting")
     for field in _tuned(summary):
         name = f"tuning_{field}"
-        grids = {o.contender.name: o.on_slice(field) for o in summary.outcomes}
-        others = {o.contender.name: o.off_slice(field) for o in summary.outcomes}
-        if draw_tuning(grids, figures.path(name), field, others, note=figures.note):
+        settings = {o.contender.name: o.tried(field) for o in summary.outcomes}
+        if draw_tuning(settings, figures.path(name), field, note=figures.note):
             caption = (
                 f"Final validation loss against {field}, of every run. On the thick lines all else "
                 "is as in the best setting: large marks are means of several seeds, small marks "

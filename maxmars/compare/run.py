@@ -169,7 +169,7 @@ def _wait_for_others(comparison: Comparison, workdir: Path, process: RunProcess)
             pending = next_trials(comparison, rows)
             if not all(is_owned(trial.directory(workdir)) for trial in pending) or not pending:
                 return
-            waiting = f"waiting for {len(pending)} trials of other processes"
+            waiting = f"waiting for trials of other processes: {len(pending)}"
             progress.update(waiting, len(rows), len(rows) + len(pending))
             time.sleep(_POLL_S)
 

@@ -67,6 +67,18 @@ class Best:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tried:
+    """A setting of a contender that has finished trials."""
+
+    value: Number
+    """Of one field."""
+    losses: Sequence[float]
+    """Final losses of its runs in nats a token; infinite where a run diverged."""
+    on_slice: bool
+    """Whether all other fields are as in the best setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What a comparison found of one contender."""
 
@@ -99,36 +111,18 @@ class Outcome:
         """Whether it diverged at every setting, and no trial is missing."""
         return self.best is None and self.num_trials > 0 and not self.search.missing
 
-    def on_slice(self, field: str) -> dict[Number, list[float]]:
-        """Value of a field -> losses by seed of the settings that else are the best one."""
-        by_value = {
-            value: losses
-            for setting, losses in self.losses.items()
-            if losses and (value := self._slice_value(field, setting)) is not None
-        }
-        return dict(sorted(by_value.items()))
-
-    def off_slice(self, field: str) -> list[tuple[Number, list[float]]]:
-        """Value of a field and losses by seed of each other setting that has a finished trial."""
-        losses_of: dict[Setting, list[float]] = {}
-        for row in self.rows:
-            losses_of.setdefault(row.trial.setting, []).append(row.loss)
-        values = []
-        for setting, losses in losses_of.items():
-            value = dict(setting).get(field, value_of(self.contender.config, field))
-            is_on_slice = setting in self.losses and self._slice_value(field, setting) is not None
-            if value is not None and not is_on_slice:
-                values.append((value, losses))
-        return values
-
-    def _slice_value(self, field: str, setting: Setting) -> Number | None:
-        """The value of a field in a setting; None where another field is not as in the best one."""
-        if self.best is None:
-            return None
-        best, values = dict(self.best.setting), dict(setting)
-        best.pop(field, None)
-        value = values.pop(field, value_of(self.contender.config, field))
-        return value if values == best else None
+    def tried(self, field: str) -> list[Tried]:
+        """Every setting that has a finished trial, by its value of a field."""
+        best = None if self.best is None else dict(self.best.setting)
+        if best is not None:
+            best.pop(field, None)
+        tried = []
+        for setting, losses in self.losses.items():
+            others = dict(setting)
+            value = others.pop(field, value_of(self.contender.config, field))
+            if losses and value is not None:
+                tried.append(Tried(value=value, losses=losses, on_slice=others == best))
+        return sorted(tried, key=lambda one: one.value)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from maxmars.compare.figures import (
     draw_tuning,
 )
 from maxmars.compare.statistics import Interval
+from maxmars.compare.summary import Tried
 from maxmars.compare.tables import print_table
 from maxmars.config import to_dict
 
@@ -51,6 +52,10 @@ def line(name, losses, step_time_s=0.1, **series):
     return Line(name=name, curves=(curve,), logged=(logged,))
 
 
+def tried(value, *losses, on_slice=True):
+    return Tried(value=value, losses=losses, on_slice=on_slice)
+
+
 def test_the_curve_of_a_run(tmp_path):
     run = read_run(write_run(tmp_path / "one", [5.0, 4.0, 3.0]), "one")
     (curve,) = run.curves
@@ -75,17 +80,18 @@ def test_seeds_are_drawn_as_far_as_all_of_them_go():
 def test_figures_are_pictures_and_the_same_figure_is_the_same_file(tmp_path):
     logged = {"loss": [5.0, math.inf, 2.4], "grad_norm": [9.0, 0.0, 0.3], "param_norm": [1, 1, 1]}
     lines = [line("a", [5.0, 3.0, 2.5], **logged), line("b", [5.0, math.nan], step_time_s=None)]
-    grids = {"a": {1e-3: [2.0, 2.1], 2e-3: [math.inf], 4e-3: []}}
-    others = {"a": [(8e-3, [9.0, math.inf]), (4e-3, [2.2])]}
-    decays = {"a": {0.8: [2.0], 0.9: [1.9], 0.95: [2.2]}}
+    rates = [tried(1e-3, 2.0, 2.1), tried(2e-3, math.inf), tried(4e-3)]
+    rates += [tried(4e-3, 2.2, on_slice=False), tried(8e-3, 9.0, math.inf, on_slice=False)]
+    decays = [tried(0.8, 2.0), tried(0.9, 1.9), tried(0.95, 2.2)]
     norms = {"train/loss": "loss", "train/grad_norm": "gradient", "train/param_norm": "weights"}
     gains = {"a": [(10**6, Interval(mean=1.5, low=1.2, high=1.8))], "b": []}
     for against in ("tokens", "time"):
         assert draw_losses(lines, tmp_path / f"{against}.png", against=against)
     assert draw_norms(lines, tmp_path / "norms.png", norms)
-    assert draw_tuning(grids, tmp_path / "rates.png", "learning_rate", others)
-    assert draw_tuning(decays, tmp_path / "b1.png", "b1")
-    assert draw_tuning({"a": {0: [2.0], 0.1: [1.9]}}, tmp_path / "decay.png", "weight_decay")
+    assert draw_tuning({"a": rates}, tmp_path / "rates.png", "learning_rate")
+    assert draw_tuning({"a": decays}, tmp_path / "b1.png", "b1")
+    decays = [tried(0, 2.0), tried(0.1, 1.9)]
+    assert draw_tuning({"a": decays}, tmp_path / "decay.png", "weight_decay")
     assert draw_speed_ups(gains, tmp_path / "gains.png", "b")
     drawn = [path.read_bytes() for path in tmp_path.iterdir()]
     assert len(set(drawn)) == 7
@@ -134,7 +140,7 @@ def test_what_there_is_nothing_to_draw_of(tmp_path):
     untimed = line("b", [5.0, 3.1], step_time_s=None)
     assert not draw_losses([untimed], tmp_path / "none.png", against="time")
     assert not draw_norms([untimed], tmp_path / "none.png", {"train/grad_norm": "norm"})
-    diverged = {"a": {2e-3: [math.inf], 4e-3: []}}
+    diverged = {"a": [tried(2e-3, math.inf), tried(4e-3)]}
     assert not draw_tuning(diverged, tmp_path / "none.png", "learning_rate")
     assert list(tmp_path.iterdir()) == []
 
