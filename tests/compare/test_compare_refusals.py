@@ -12,6 +12,7 @@ from maxmars import cli
 from maxmars.compare.trials import read_rows, write_row
 
 TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
+SOPHIA = str(Path(__file__).parents[2] / "tools" / "examples" / "sophia.py:sophia")
 TO = ("--workdir", "nowhere")
 OPTIMIZERS = ("--optimizers", "adamw", "lion")
 CONTINUE = ("compare", "{config}", "--num-steps", "4", "--workdir")
@@ -63,7 +64,7 @@ REFUSED = [
     (["compare", f"{TINY}:optimizer=mars", *TO, "--optimizers", "muon"], 2, "'optimizer=muon'"),
     (["compare", TINY, "quickstart", *TO], 2, "--optimizers A B"),
     (["compare", TINY, *TO, "--optimizers"], 2, "--optimizers"),
-    (["compare", TINY, *TO, "--optimizers", "my.py:lion", "lion"], 2, "'lion'"),
+    (["compare", TINY, *TO, "--optimizers", SOPHIA, f"/{SOPHIA}"], 2, "'sophia.sophia'"),
     (["compare", TINY, *TO, *OPTIMIZERS, "--baseline", "muon"], 2, "'muon'"),
     (["compare", "quickstart", *TO, "--learning-rates", "fast"], 2, "fast"),
     (["compare", "quickstart", *TO, "--learning-rates", "1e-3", "0"], 2, "learning_rate=0"),
