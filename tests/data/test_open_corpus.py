@@ -100,6 +100,7 @@ def test_a_damaged_shard_of_tfrecord(tmp_path, damage):
         texts_of(open_corpus("tfds:made_up", data_dir=str(tmp_path)))
 
 
+@pytest.mark.seconds
 def test_tfds_loads_no_tensorflow(tfds_dir):
     code = (
         "import sys; from maxmars.data.corpus import FileRange;"
