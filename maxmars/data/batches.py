@@ -205,10 +205,18 @@ def batch_types(config: DataConfig, model: ModelConfig) -> Types:
     return _union(of_parts)
 
 
-def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> DataSplit:
+def open_data(
+    config: DataConfig, split: str, *, model: ModelConfig, opened: DataSplit | None = None
+) -> DataSplit:
     """The windows of a split (`train` or `val`); all processes of a run must call.
 
     Process 0 looks at the files of a directory for all.
+
+    Args:
+      config: where the data are.
+      split: which of them.
+      model: takes length and bound of the tokens from it.
+      opened: another split of the same data, whose directories are not opened again.
 
     Raises:
       FileNotFoundError: there is no such directory, or nothing in it that can be read.
@@ -222,18 +230,23 @@ def open_data(config: DataConfig, split: str, *, model: ModelConfig) -> DataSpli
     if isinstance(config, MixtureConfig):
         weights = tuple(part.weight for part in config.parts)
         changes = tuple((c.at_example, c.weights) for c in config.changes)
-    opened: list[Windows] = []
-    for part in parts:
+    parts_before = itertools.repeat(None) if opened is None else opened.parts
+    all_windows: list[Windows] = []
+    for part, before in zip(parts, parts_before, strict=False):
         if isinstance(part, GrainSource):
             windows: Windows = _own_windows(part, split, model)
             _check_all_have(windows.digest(), f"data.source={part.source!r}, split {split!r}")
         else:
             assert isinstance(config, TokenOptions)  # own data alone are not
-            windows = _token_windows(part, config, split, model)
-        opened.append(windows)
-    _check_tokenizers(opened)
+            if isinstance(before, TokenWindows):
+                directory = before.stream.directory
+            else:
+                directory = _open_together(part, checksums=config.verify)
+            windows = _token_windows(directory, config, split, model)
+        all_windows.append(windows)
+    _check_tokenizers(all_windows)
     return DataSplit(
-        parts=tuple(opened),
+        parts=tuple(all_windows),
         weights=weights,
         changes=changes,
         order=config.order,
@@ -257,15 +270,8 @@ def _own_windows(part: GrainSource, split: str, model: ModelConfig) -> OwnWindow
 
 
 def _token_windows(
-    part: TokenFilesConfig | PythonSourcesConfig,
-    options: TokenOptions,
-    split: str,
-    model: ModelConfig,
+    directory: TokenDirectory, options: TokenOptions, split: str, model: ModelConfig
 ) -> TokenWindows:
-    if isinstance(part, PythonSourcesConfig):
-        part = TokenFilesConfig(path=str(prepare_python_sources()))
-    checksums = options.verify and split == "train"  # of all splits: once is enough
-    directory = _open_together(part, checksums=checksums)
     vocabulary = directory.vocabulary
     if vocabulary.size > model.vocab_size:
         raise ValueError(
@@ -282,7 +288,9 @@ def _token_windows(
     )
 
 
-def _open_together(tokens: TokenFilesConfig, *, checksums: bool) -> TokenDirectory:
+def _open_together(
+    tokens: TokenFilesConfig | PythonSourcesConfig, *, checksums: bool
+) -> TokenDirectory:
     """`formats.open_directory` in all processes, which all must call, of the same directory.
 
     Process 0 reads the description and looks at the files for all. On disks the others may see
@@ -290,6 +298,8 @@ def _open_together(tokens: TokenFilesConfig, *, checksums: bool) -> TokenDirecto
     `TokenDirectory.digest`. That files are as described is checked by `Verification`, which divides
     them over the hosts.
     """
+    if isinstance(tokens, PythonSourcesConfig):
+        tokens = TokenFilesConfig(path=str(prepare_python_sources()))
     text = processes.text_from_primary(lambda: read_description(tokens.path))
     directory = describe(tokens, text)
     processes.text_from_primary(lambda: check_files(directory, checksums=checksums))

@@ -27,7 +27,6 @@ from maxmars.distributed.files import LineFile, Workdir, is_remote, read_json_li
 from maxmars.distributed.workdir import VERIFIED
 
 _LOGGER = logging.getLogger(__name__)
-_FIELDS = {"file": str, "size": int, "mtime_ns": int, "sha256": str}
 
 
 def verify_split(
@@ -60,12 +59,9 @@ def verify_split(
 
 def hashed_by(workdir: Workdir) -> dict[str, str]:
     """SHA-256 of the files that the processes of a run have hashed, by path."""
-    lines = [
-        line
-        for record in sorted((workdir / VERIFIED).glob("*.jsonl"))
-        for line in read_json_lines(record, "file", "sha256")
-    ]
-    return {line["file"]: line["sha256"] for line in lines if _is_line(line)}
+    records = sorted((workdir / VERIFIED).glob("*.jsonl"))
+    lines = [line for record in records for line in read_json_lines(record, "file", "sha256")]
+    return {str(line["file"]): str(line["sha256"]) for line in lines}
 
 
 def own_share(files: Sequence[TokenFile]) -> list[TokenFile]:
@@ -138,7 +134,7 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
     def _run(self) -> None:
         try:
             lines = read_json_lines(self._record, "file", "sha256")
-            known = {line["file"]: line for line in lines if _is_line(line)}
+            known = {str(line["file"]): line for line in lines}
             with contextlib.closing(LineFile(self._record, self._may_write)) as record:
                 for file in self._files:
                     before = known.get(str(file.path))
@@ -192,7 +188,3 @@ def _mismatch(file: TokenFile, sha256: str, expected: str) -> str:
         f"the file of tokens {file.path} does not match its checksum: its SHA-256 is {sha256}, but "
         f"{expected}"
     )
-
-
-def _is_line(line: dict[str, Any]) -> bool:
-    return all(isinstance(line.get(name), kind) for name, kind in _FIELDS.items())

@@ -74,7 +74,7 @@ class TokenWindows:
         stride: int | None = None,
     ) -> None:
         self.length, self.types = length, PACKED[packing]
-        self._stream, self._stride = stream, stride or length
+        self.stream, self._stride = stream, stride or length
         self._end_of_text = end_of_text(stream.vocabulary) if packing == "split" else None
         if len(self) < 1:
             raise ValueError(
@@ -83,27 +83,27 @@ class TokenWindows:
             )
 
     def __len__(self) -> int:
-        return (self._stream.num_tokens - 1 - self.length) // self._stride + 1
+        return (self.stream.num_tokens - 1 - self.length) // self._stride + 1
 
     @property
     def path(self) -> Workdir:
         """Where the tokens are."""
-        return self._stream.directory.path
+        return self.stream.directory.path
 
     @property
     def split(self) -> str:
         """The name of the split there."""
-        return self._stream.split
+        return self.stream.split
 
     @property
     def vocabulary(self) -> Vocabulary:
         """What the ids of the tokens mean."""
-        return self._stream.vocabulary
+        return self.stream.vocabulary
 
     @property
     def files(self) -> Sequence[TokenFile]:
         """The files that they are read from, of every split."""
-        return self._stream.directory.files
+        return self.stream.directory.files
 
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
         """The arrays [windows, length + 1] of the windows with these numbers, all read at once.
@@ -111,21 +111,21 @@ class TokenWindows:
         Raises:
           See `TokenStream.read_pieces`.
         """
-        tokens = self._stream.read_windows(numbers * self._stride, self.length + 1)
+        tokens = self.stream.read_windows(numbers * self._stride, self.length + 1)
         if self._end_of_text is None:
             return {"tokens": tokens}
         return {"tokens": tokens, **segments_and_positions(tokens == self._end_of_text)}
 
     def digest(self) -> str:
         """SHA-256, in hex, that tells these data from others, whatever their path."""
-        return self._stream.directory.digest()
+        return self.stream.directory.digest()
 
     def describe(self) -> dict[str, Any]:
         """What the data are, JSON-ready: `num_tokens`; of what `maxmars data prepare` wrote also
         `num_documents` and `source`, which are None for others."""
-        metadata = self._stream.directory.metadata
+        metadata = self.stream.directory.metadata
         return {
-            "num_tokens": self._stream.num_tokens,
+            "num_tokens": self.stream.num_tokens,
             "num_documents": metadata and metadata.splits[self.split].num_documents,
             "source": metadata and metadata.source,
         }

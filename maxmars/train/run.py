@@ -437,7 +437,7 @@ def make_evaluations(
         `HellaSwagInLoop` and `OwnEvaluation`.
     """
     if config.eval.every is not None:
-        validation = open_data(config.data, "val", model=config.model)
+        validation = open_data(config.data, "val", model=config.model, opened=tokens)
         batches = ValidationBatches(
             validation,
             mesh,
