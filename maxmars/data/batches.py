@@ -39,8 +39,8 @@ from maxmars.data.metadata import METADATA
 from maxmars.data.own_data import OwnWindows
 from maxmars.data.prepare import prepare_python_sources
 from maxmars.data.sampling import (
-    Change,
     Interleaving,
+    WeightChange,
     process_batches,
     training_numbers,
     validation_numbers,
@@ -78,8 +78,8 @@ class DataSplit:
     parts: tuple[Windows, ...]
     weights: tuple[float, ...] = (1.0,)
     """Share of each part's windows in the examples."""
-    changes: tuple[Change, ...] = ()
-    """Changes of the weights; see `SharesByWeight`."""
+    changes: tuple[WeightChange, ...] = ()
+    """Changes of the weights; see `WeightedInterleave`."""
     order: Order = "shuffled"
     """Of the windows of a part, in training."""
     num_workers: int = 0

@@ -14,7 +14,7 @@ from maxmars.config.data import Packing
 from maxmars.data.batches import open_data
 from maxmars.data.formats import open_directory
 from maxmars.data.metadata import AGAIN
-from maxmars.data.sampling import Numbers
+from maxmars.data.sampling import IndexRange
 from maxmars.data.token_datasets import DocumentDataset, TokenDataset
 from maxmars.data.token_files import TokenStream
 from maxmars.data.tokenizer import end_of_text
@@ -62,7 +62,7 @@ def dataset(
     stream = open_directory(path).stream(split)
     windows = TokenWindows(stream, length, packing=packing)
     return TokenDataset(
-        Numbers(range(len(windows))),
+        IndexRange(range(len(windows))),
         lambda numbers: _rows(windows.read(numbers)),
         vocabulary=windows.vocabulary,
         files=windows.files,
@@ -94,7 +94,7 @@ def documents(path: str | os.PathLike[str] | TokenFilesConfig, split: str) -> Do
         return np.split(stream.read_pieces(starts[numbers], lengths), np.cumsum(lengths)[:-1])
 
     opened = DocumentDataset(
-        Numbers(range(len(starts) - 1)),
+        IndexRange(range(len(starts) - 1)),
         read,
         vocabulary=stream.vocabulary,
         files=stream.directory.files,

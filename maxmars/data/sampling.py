@@ -66,14 +66,14 @@ def _rounded(number: int, numerator: int, denominator: int) -> int:
     return (2 * number * numerator + denominator) // (2 * denominator)
 
 
-Read = Callable[[np.ndarray], Batch]
-"""The arrays of windows by their numbers; see `Windows.read`."""
+ReadWindows = Callable[[np.ndarray], Batch]
+"""The arrays of windows by their numbers; see `DataSplit.read`."""
 
-Change = tuple[int, Sequence[float]]
+WeightChange = tuple[int, Sequence[float]]
 """The first example with other weights of a mixture, and these weights."""
 
 
-class SharesByWeight(grain.transforms.DatasetSelectionMap):
+class WeightedInterleave(grain.transforms.DatasetSelectionMap):
     """A mixture: part and position there of each example, exactly in proportion to the weights.
 
     From each of `changes` on, the examples are interleaved anew, and every part goes on with the
@@ -86,7 +86,7 @@ class SharesByWeight(grain.transforms.DatasetSelectionMap):
     def __init__(
         self,
         weights: Sequence[float],
-        changes: Sequence[Change] = (),
+        changes: Sequence[WeightChange] = (),
         num_examples: int = ENDLESS,
     ) -> None:
         """See `Interleaving` for the weights; the changes are in the order of their examples."""
@@ -112,7 +112,7 @@ class SharesByWeight(grain.transforms.DatasetSelectionMap):
 # --- training and validation ---------------------------------------------------------------------
 
 
-class Numbers(grain.MapDataset[int]):
+class IndexRange(grain.MapDataset[int]):
     """The numbers of a range in order; after the last one, they begin anew.
 
     Why not `MapDataset.range`: it takes 1.6 us more of the 10 us of an example, which is a tenth of
@@ -132,7 +132,7 @@ class Numbers(grain.MapDataset[int]):
         return self._numbers[index % self._count]
 
 
-class RandomNumbers(grain.MapDataset[int]):
+class RandomIndices(grain.MapDataset[int]):
     """Endless numbers of a range, each drawn uniformly and with replacement.
 
     A draw is the first 64 bits of Philox4x64 with key `seed` and the index as counter, scaled to
@@ -160,7 +160,7 @@ def training_numbers(
     *,
     seed: int,
     order: Order,
-    changes: Sequence[Change] = (),
+    changes: Sequence[WeightChange] = (),
 ) -> grain.MapDataset[int]:
     """The number of the window of each example of training, without end.
 
@@ -173,13 +173,13 @@ def training_numbers(
       weights: of each part; see `Interleaving`.
       seed: of the orders.
       order: `random_windows` takes for granted that a window begins at every token.
-      changes: of the weights; see `SharesByWeight`.
+      changes: of the weights; see `WeightedInterleave`.
     """
     if len(sizes) == 1:
         return _in_order(range(sizes[0]), seed, order)
     seeds = [_seed_of_part(seed, part) for part in range(len(sizes))]
     parts = [_in_order(*pair, order) for pair in zip(_ranges(sizes), seeds, strict=True)]
-    return grain.MapDataset.select_from_datasets(parts, SharesByWeight(weights, changes))
+    return grain.MapDataset.select_from_datasets(parts, WeightedInterleave(weights, changes))
 
 
 def _ranges(sizes: Sequence[int]) -> list[range]:
@@ -188,11 +188,11 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
 
 def _in_order(numbers: range, seed: int, order: Order) -> grain.MapDataset[int]:
     if order == "random_windows":
-        return RandomNumbers(numbers, seed)
+        return RandomIndices(numbers, seed)
     if order == "sequential":
-        return Numbers(numbers).repeat()
+        return IndexRange(numbers).repeat()
     # Not shuffle(seed=seed): epoch e of seed s would then be epoch 0 of seed s + e.
-    return Numbers(numbers).seed(seed).shuffle().repeat()
+    return IndexRange(numbers).seed(seed).shuffle().repeat()
 
 
 def _seed_of_part(seed: int, part: int) -> int:
@@ -214,8 +214,8 @@ def validation_numbers(sizes: Sequence[int], weights: Sequence[float]) -> grain.
     # The counts grow with the number of examples, so the first number that is too many is bisected.
     count = bisect.bisect_left(range(sum(sizes) + 1), True, key=too_many) - 1
     return grain.MapDataset.select_from_datasets(
-        [Numbers(numbers) for numbers in _ranges(sizes)],
-        SharesByWeight(weights, num_examples=count),
+        [IndexRange(numbers) for numbers in _ranges(sizes)],
+        WeightedInterleave(weights, num_examples=count),
     )
 
 
@@ -250,7 +250,7 @@ class RowsOfProcess(grain.MapDataset[int]):
 
 def process_batches(
     examples: grain.MapDataset[int],
-    read: Read,
+    read: ReadWindows,
     rows: Integer[np.ndarray, "microbatches rows"],
     batch_size: int,
     start: int = 0,
@@ -273,5 +273,7 @@ def process_batches(
     return numbers.map(functools.partial(_read, read, rows.shape))
 
 
-def _read(read: Read, shape: tuple[int, ...], numbers: Int64[np.ndarray, " windows"]) -> Batch:
+def _read(
+    read: ReadWindows, shape: tuple[int, ...], numbers: Int64[np.ndarray, " windows"]
+) -> Batch:
     return {name: array.reshape(*shape, -1) for name, array in read(numbers).items()}

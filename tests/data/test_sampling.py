@@ -12,7 +12,7 @@ from token_directories import write_shards
 from maxmars.data.formats import open_directory
 from maxmars.data.sampling import (
     Interleaving,
-    SharesByWeight,
+    WeightedInterleave,
     training_numbers,
     validation_numbers,
 )
@@ -112,7 +112,7 @@ def test_a_mixture_has_every_share_in_every_run(weights, begin):
 def test_a_mixture_changes_exactly_at_its_examples():
     """Each part goes on after its last example, in the new shares, however far away one asks."""
     stages = [(0, (0.7, 0.3, 0.0)), (10**9 + 1, (0.0, 0.5, 0.5)), (10**12, (0.1, 0.0, 0.9))]
-    shares = SharesByWeight(stages[0][1], stages[1:])
+    shares = WeightedInterleave(stages[0][1], stages[1:])
     taken = np.zeros(3, np.int64)
     ends = [begin for begin, _ in stages[1:]] + [10**15]
     for (begin, weights), end in zip(stages, ends, strict=True):
