@@ -106,7 +106,7 @@ class Source:
                     ) from error
         function = getattr(module, name, None)
         if not callable(function):
-            raise ValueError(f"{field}={self!r}: {module.__name__} has no function {name!r}.")
+            raise ValueError(f"{field}={self!r}: there is no function {name!r} in it.")
         return function
 
     def text(self) -> bytes:

@@ -159,7 +159,9 @@ class LanguageModel:
             )
         x = self.module(tokens, segment_ids=segment_ids, positions=positions, **tables)
         if not isinstance(x, jax.Array) or x.shape[:-1] != tokens.shape:
-            what = f"shape {list(x.shape)}" if isinstance(x, jax.Array) else f"a {type(x).__name__}"
+            what = (
+                f"an array {list(x.shape)}" if isinstance(x, jax.Array) else f"a {type(x).__name__}"
+            )
             raise ValueError(
                 f"for tokens of the shape {list(tokens.shape)} the {type(self.module).__name__} "
                 f"returned {what}, not hidden states [rows, length, width]"
@@ -266,7 +268,8 @@ def check_model(parameters: Parameters) -> None:
     config, mesh = parameters.model, parameters.mesh
     if not isinstance(config, ModuleConfig):
         return
-    _ = parameters.shardings
+    with in_one_line(config):
+        _ = parameters.shardings
     name = type(abstract_module(config)).__name__
     rows, length = batch_shards(mesh), config.max_seq_len
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)

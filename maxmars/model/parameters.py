@@ -18,6 +18,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from maxmars.config import GPT2Config, ModelConfig
+from maxmars.config.errors import about
 from maxmars.distributed.sharding import RULES, with_shardings
 from maxmars.model import own_model
 from maxmars.model.gpt2 import GPT2
@@ -95,15 +96,16 @@ class Parameters:
 
         def sharding(path: Any, shape: jax.ShapeDtypeStruct, axes: _Names) -> NamedSharding:
             spec = RULES.spec(*axes)
+            parameter = jax.tree_util.keystr(path, simple=True, separator=".")
             for size, name, mesh_axis in zip(shape.shape, axes, spec, strict=True):
                 if mesh_axis is not None and size % self.mesh.shape[mesh_axis]:
-                    parameter = jax.tree_util.keystr(path, simple=True, separator=".")
                     raise ValueError(
                         f"mesh.{mesh_axis}={self.mesh.shape[mesh_axis]} does not divide the axis "
                         f"{name} of {parameter}, whose shape is "
                         f"{list(shape.shape)}; choose another mesh.{mesh_axis} or another size."
                     )
-            return NamedSharding(self.mesh, spec)
+            with about(f"{parameter} with the axes {list(axes)}"):
+                return NamedSharding(self.mesh, spec)
 
         return jax.tree.map_with_path(sharding, self.abstract, self.axes)
 

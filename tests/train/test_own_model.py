@@ -568,7 +568,7 @@ unnamed = with_parameter()
 unnamed_stack = with_parameter(("embed", "mlp"), (2, 8, 8))
 empty = with_parameter(("embed", "mlp"), (8, 0))
 unknown_name = with_parameter(("embed", "hidden"))
-same_axis = with_parameter(("heads", "mlp"))
+same_axis = with_parameter(("heads", "mlp"), matrix_spec=None)
 no_matrix = with_parameter((None, "mlp"))
 spec = MatrixSpec(rows=(0,), cols=(1,))
 given_matrix = with_parameter((None, "mlp"), matrix_spec=spec)
@@ -728,7 +728,7 @@ def test_a_convolution_in_groups_is_a_vector(plain):
         ("unnamed_stack", {}, ["extra", "[2, 8, 8]", "['embed', 'mlp']", "PARTITION_NAME"]),
         ("empty", {}, ["extra", "[8, 0]"]),
         ("unknown_name", {}, ["extra", "'hidden'", "layers, embed"]),
-        ("same_axis", {}, ["extra", "['heads', 'mlp']"]),
+        ("same_axis", {}, ["extra", "['heads', 'mlp']", "tensor"]),
         ("no_matrix", {}, ["extra", "[None, 'mlp']", "MatrixSpec"]),
         ("dropout", {}, ["dropout.rngs.", "nnx.Param"]),
         ("array", {}, ["table_of_sines", "nnx.Param"]),
