@@ -208,21 +208,42 @@ def _data(options: DataArguments) -> TokenShardsConfig | None:
 
 def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     from maxmars.distributed import processes
-    from maxmars.distributed.progress import loading_jax
+    from maxmars.distributed.progress import Progress, loading_jax
 
     with loading_jax():
+        from maxmars.eval.hellaswag import load_questions
         from maxmars.eval.report import score_models
+        from maxmars.eval.trained_model import find_target
 
-    against = () if arguments.against is None else (arguments.against,)
+    data, own, questions, wanted = _data(arguments.data), (), [], tasks or _TASKS
+    given = (arguments.target, arguments.against)
+    targets = [find_target(target) for target in given if target is not None]
+    first = targets[0]
+    if "loss" in wanted:
+        data = data or first.data()
+        if data is None and tasks:
+            raise UsageError(
+                f"{first.path} does not say on which data it was trained, as a run does; name a "
+                "directory of tokens (--data.path DIR), or leave the loss out (--tasks hellaswag)."
+            )
+    if "own" in wanted:
+        own = first.own_evaluations() if arguments.own is None else arguments.own
+        if not own and tasks:
+            raise UsageError(
+                f"{first.path} names no function to evaluate it by, as eval.own of a run does; "
+                "name some by --own my_eval.py:rhyme, or leave own out of --tasks."
+            )
+    if "hellaswag" in wanted:
+        path, count = arguments.hellaswag.path, arguments.hellaswag.num_questions
+        with Progress(stderr=True) as progress, progress.waiting("reading HellaSwag"):
+            questions = load_questions(path, num_questions=count)  # may download 12 MB
     report = score_models(
-        (arguments.target, *against),
+        targets,
         mesh,
-        tasks=tasks or None,
-        data=_data(arguments.data),
-        num_windows=arguments.data.num_windows,
-        hellaswag_path=arguments.hellaswag.path,
-        num_questions=arguments.hellaswag.num_questions,
-        own=arguments.own,
+        data=data if "loss" in wanted else None,
+        num_windows=arguments.data.num_windows or first.num_windows(),
+        questions=questions,
+        own=own,
         batch_size=arguments.batch_size,
     )
     if processes.is_primary():

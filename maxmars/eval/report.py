@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,8 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from maxmars.checkpoint import read
 from maxmars.checkpoint.environment import environment
 from maxmars.config import DataConfig, EvalConfig
-from maxmars.config.checks import require
 from maxmars.config.user_code import Source
 from maxmars.data.batches import DataSplit, ValidationBatches, open_data
 from maxmars.data.tokenizer import difference
@@ -25,20 +23,17 @@ from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import json_number, write_json
 from maxmars.distributed.progress import Progress
-from maxmars.distributed.recorded_code import recorded_code
-from maxmars.distributed.workdir import SOURCES
 from maxmars.eval.hellaswag import (
     HellaSwag,
     Protocol,
     Question,
     Scores,
     describe_count,
-    load_questions,
     paired_difference,
     write_scores,
 )
 from maxmars.eval.own_evaluation import OwnEvaluation
-from maxmars.eval.trained_model import HFTarget, RunTarget, TrainedModel, find_target, load
+from maxmars.eval.trained_model import Target, TrainedModel, load
 from maxmars.eval.validation import ValidationLoss, make_eval_step, validation_loss
 
 _LOSSES = ("loss", "bits_per_byte")
@@ -142,15 +137,13 @@ def _table(label: str, *columns: str) -> Table:
 
 
 def score_models(
-    targets: Sequence[str | Path],
+    targets: Sequence[Target],
     mesh: Mesh,
     *,
-    tasks: Collection[str] | None = None,
     data: DataConfig | None = None,
-    num_windows: int | None = None,
-    hellaswag_path: Path | None = None,
-    num_questions: int | None = None,
-    own: Sequence[Source | str] | None = None,
+    num_windows: int = EvalConfig.num_windows,
+    questions: Sequence[Question] = (),
+    own: Sequence[Source | str] = (),
     batch_size: int | None = None,
 ) -> Report:
     """Score one model, or two on the same data.
@@ -159,58 +152,34 @@ def score_models(
     HellaSwag question that is left out for one is left out for both (see `HellaSwag`).
 
     Args:
-      targets: one or two; see `load`. The second is scored on the data of the first.
+      targets: one or two.
       mesh: the models are loaded here, one after the other; every process calls.
-      tasks: of `loss`, `hellaswag` and `own`; None scores HellaSwag, if there is validation data
-        the loss, and if there are any the functions of the user's own.
-      data: its validation split is scored; None takes the data of the first target's run.
-      num_windows: number of windows to score; None takes as many as the run does, or 512.
-      hellaswag_path: see `load_questions`, as `num_questions`.
-      num_questions: score the first so many questions.
-      own: functions of the user's own; None takes those of the first target's run.
+      data: its validation split is scored; None scores no loss.
+      num_windows: number of windows to score.
+      questions: of HellaSwag, see `load_questions`.
+      own: functions of the user's own.
       batch_size: rows scored at once, over all devices; None takes as many as suit the device.
 
     Raises:
       FileNotFoundError, ImportError, ValueError: something is missing or does not fit the model.
     """
-    for name, value in (("num_windows", num_windows), ("batch_size", batch_size)):
-        require(value is None or value > 0, f"{name}={value} must be positive.")
-    parsed = [find_target(target) for target in targets]
-    windows, questions, models, scores = None, [], [], []
+    windows, num_questions, models, scores = None, len(questions), [], []
     scorers: list[HellaSwag] = []
     with Progress(stderr=True) as status:
 
         def shows(task: str) -> Callable[[int, int], None]:
             return lambda done, total: status.update(f"{task} {done:,}/{total:,}", done, total)
 
-        if tasks is None or "loss" in tasks:
-            windows = _open_windows(parsed, data, num_windows, mesh, batch_size)
-            require(
-                windows is not None or tasks is None,
-                f"{targets[0]} does not say on which data it was trained, as a run does; name a "
-                "directory of tokens (--data.path DIR), or leave the loss out (--tasks hellaswag).",
-            )
-        if tasks is None or "hellaswag" in tasks:
-            with status.waiting("reading HellaSwag"):  # which may be a download of 12 MB
-                questions = load_questions(hellaswag_path, num_questions=num_questions)
-        evaluations = []
-        if tasks is None or "own" in tasks:
-            if own is None:
-                own = parsed[0].own_evaluations()
-            evaluations = [OwnEvaluation(source, field="own") for source in own]
-            require(
-                bool(evaluations) or tasks is None,
-                f"{targets[0]} names no function to evaluate it by, as eval.own of a run does; "
-                "name some by --own my_eval.py:rhyme, or leave own out of --tasks.",
-            )
-        num_questions = len(questions)
+        if data is not None:
+            windows = _open_windows(targets, data, num_windows, mesh, batch_size)
+        evaluations = [OwnEvaluation(source, field="own") for source in own]
         if questions:
             with status.waiting("encoding HellaSwag"):
-                scorers = _scorers(parsed, questions, mesh, batch_size)
+                scorers = _scorers(targets, questions, mesh, batch_size)
                 questions = scorers[0].questions
-        for number, (given, target) in enumerate(zip(targets, parsed, strict=True)):
+        for number, target in enumerate(targets):
             model = load(target, mesh=mesh)
-            fields: dict[str, Any] = {"target": str(given), "name": model.name}
+            fields: dict[str, Any] = {"target": target.path, "name": model.name}
             fields |= {"source": model.origin, "digest": model.digest}
             answers: Mapping[Protocol, Scores] = {}
             if windows is not None:
@@ -237,7 +206,7 @@ def score_models(
 
 
 def _scorers(
-    targets: Sequence[RunTarget | HFTarget],
+    targets: Sequence[Target],
     questions: Sequence[Question],
     mesh: Mesh,
     batch_size: int | None,
@@ -287,21 +256,13 @@ def _difference(
 
 
 def _open_windows(
-    targets: Sequence[RunTarget | HFTarget],
-    data: DataConfig | None,
-    num_windows: int | None,
+    targets: Sequence[Target],
+    data: DataConfig,
+    num_windows: int,
     mesh: Mesh,
     batch_size: int | None,
-) -> tuple[ValidationBatches, DataSplit] | None:
-    """The windows that the loss is measured on, and the data that they are of; None where nothing
-    says which."""
-    first = targets[0]
-    if isinstance(first, RunTarget):
-        run = read(first.checkpoints, first.step).config
-        data = data or recorded_code(run.data, first.workdir, SOURCES)
-        num_windows = num_windows or run.eval.num_windows
-    if data is None:
-        return None
+) -> tuple[ValidationBatches, DataSplit]:
+    """The windows that the loss is measured on, and the data that they are of."""
     configs = sorted((t.config() for t in targets), key=lambda config: config.max_seq_len)
     try:
         tokens, *_ = [open_data(data, "val", model=config) for config in configs]
@@ -315,7 +276,7 @@ def _open_windows(
     batches = ValidationBatches(
         tokens,
         mesh,
-        num_windows=num_windows or EvalConfig.num_windows,
+        num_windows=num_windows,
         batch_size=batch_size or max(1, _LOSS_TOKENS // length) * sharding.batch_shards(mesh),
     )
     return batches, tokens

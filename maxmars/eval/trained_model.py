@@ -24,7 +24,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.checkpoint import Checkpoint, candidates, find, load_params, read
-from maxmars.config import GPT2Config, MeshConfig, ModelConfig, ModuleConfig, from_dict
+from maxmars.config import (
+    DataConfig,
+    EvalConfig,
+    GPT2Config,
+    MeshConfig,
+    ModelConfig,
+    from_dict,
+)
 from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
 from maxmars.config.mesh import check_mesh_divides_model
@@ -46,6 +53,7 @@ from maxmars.distributed.workdir import (
     CONFIG,
     EVAL_SOURCE,
     MODEL_SOURCE,
+    SOURCES,
     TOKENIZER,
 )
 from maxmars.model import hub, huggingface
@@ -113,11 +121,7 @@ def _logits(
     return sharding.constrain(logits, None, None, None)  # each process has all of them
 
 
-def load(
-    path: str | Path | RunTarget | HFTarget,
-    *,
-    mesh: Mesh | None = None,
-) -> TrainedModel:
+def load(path: str | Path | Target, *, mesh: Mesh | None = None) -> TrainedModel:
     """Read a trained model: its parameters, configuration and tokenizer.
 
     Args:
@@ -136,39 +140,174 @@ def load(
       OSError: a model on the hub cannot be fetched; see `hub.fetch`.
     """
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
-    target = path if isinstance(path, RunTarget | HFTarget) else find_target(path)
-    if isinstance(target, RunTarget):
-        return _load_from_run(target, mesh)
-    config = target.config()
-    # `tensor` must divide the vocabulary, so pad it; padding changes no result.
-    multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
-    config = dataclasses.replace(config, vocab_pad_multiple=multiple)
-    huggingface.open_weights(target.directory, config)  # find errors before anything is loaded
-    return TrainedModel(
-        config=config,
-        tokenizer=target.tokenizer(config),
-        params=huggingface.load_params(target.directory, config, _abstract_params(config, mesh)),
-        mesh=mesh,
-        name=target.name,
-        origin=target.origin,
-    )
-
-
-def _load_from_run(target: RunTarget, mesh: Mesh) -> TrainedModel:
-    for candidate in candidates(target.checkpoints, target.step):
+    target = path if isinstance(path, Target) else find_target(path)
+    for candidate in target.candidates():
         with candidate as stored:
-            config = target.config_to_run(stored)
-            tokenizer = target.tokenizer(config)
+            config = target.config(stored)
+            if stored is None:
+                # `tensor` must divide the vocabulary, so pad it; padding changes no result.
+                multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
+                config = dataclasses.replace(config, vocab_pad_multiple=multiple)
             return TrainedModel(
                 config=config,
-                params=load_params(stored, _abstract_params(config, mesh)),
-                tokenizer=tokenizer,
+                tokenizer=target.tokenizer(config),
+                params=target.params(stored, config, _abstract_params(config, mesh)),
                 mesh=mesh,
                 name=target.name(stored),
-                origin=str(stored.path),
-                digest=stored.digest,
+                origin=target.origin(stored),
+                digest=None if stored is None else stored.digest,
             )
     raise AssertionError("unreachable")
+
+
+# --- what a path means ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a trained model is: a run, one of its checkpoints, or a Hugging Face directory.
+
+    A run may have damaged checkpoints, which only reading finds:
+
+        for candidate in target.candidates():
+            with candidate as stored:
+                return target.params(stored, target.config(stored), abstract)
+    """
+
+    path: str
+    """As it was given to `find_target`."""
+    directory: Workdir
+    """Working directory of the run, or directory of the Hugging Face model."""
+    checkpoints: Workdir | None = None
+    """Directory of the run's checkpoints; None of a Hugging Face model."""
+    step: int | None = None
+    """The checkpoint; None is the newest sound one."""
+    snapshot: hub.Snapshot | None = None
+    """Where on the hub the model is; None of others."""
+
+    def candidates(self) -> Iterable[contextlib.AbstractContextManager[Checkpoint | None]]:
+        """The checkpoints to try, as `maxmars.checkpoint.candidates` yields them; of a Hugging Face
+        model None, once."""
+        if self.checkpoints is None:
+            return [contextlib.nullcontext()]
+        return candidates(self.checkpoints, self.step)
+
+    def recorded_config(self, stored: Checkpoint | None = None) -> Any:
+        """The configuration of the model (`ModelConfig`) as its files say it; no code runs.
+
+        Args:
+          stored: one of `candidates`; None reads the record of the newest sound one.
+        """
+        if self.checkpoints is None:
+            return huggingface.read_config(Path(self.directory))
+        return (stored or read(self.checkpoints, self.step)).config.model
+
+    def config(self, stored: Checkpoint | None = None) -> Any:
+        """The configuration to use the model here, whatever the devices; see `recorded_config`.
+
+        A module of the user's own is made by the copy of its file that the run keeps.
+
+        Raises:
+          ValueError: see `recorded_code`.
+        """
+        config = self.recorded_config(stored)
+        if isinstance(config, GPT2Config):
+            return dataclasses.replace(config, attention="auto")
+        return recorded_code(config, self.directory, MODEL_SOURCE)
+
+    def params(self, stored: Checkpoint | None, config: Any, abstract: Any) -> Any:
+        """The parameters of a candidate like `abstract` ones of this configuration, on devices."""
+        if stored is None:
+            return huggingface.load_params(Path(self.directory), config, abstract)
+        return load_params(stored, abstract)
+
+    def name(self, stored: Checkpoint | None) -> str:
+        """Name of a candidate, for people."""
+        if stored is None:
+            return self.directory.name if self.snapshot is None else self.snapshot.name
+        evaluated = ", evaluation parameters" if stored.has_evaluation_params else ""
+        return f"{self.directory.name}, step {stored.step}{evaluated}"
+
+    def origin(self, stored: Checkpoint | None) -> str:
+        """The target that means the same files as a candidate."""
+        if stored is None:
+            return str(self.directory) if self.snapshot is None else self.snapshot.origin
+        return str(stored.path)
+
+    @property
+    def tokenizer_place(self) -> Workdir:
+        """The directory of the tokenizer's files."""
+        return self.directory if self.checkpoints is None else self.directory / TOKENIZER
+
+    def tokenizer(self, config: ModelConfig) -> Tokenizer:
+        """The tokenizer that the model was trained with.
+
+        Where a Hugging Face directory has none, and the vocabulary has the size of GPT-2's, or that
+        rounded up as in nanoGPT (50,304), it is GPT-2's; a note on stderr says so.
+
+        Raises:
+          FileNotFoundError: there is none, and the vocabulary is not GPT-2's.
+          ValueError: it has tokens that a model of this configuration does not know.
+          ValueError, ImportError, OSError: see `maxmars.data.tokenizer.load`.
+        """
+        place, is_run = self.tokenizer_place, self.checkpoints is not None
+        if is_run and not place.is_dir():
+            raise FileNotFoundError(
+                f"{place} is missing: a run keeps the tokenizer of its data there. Copy it "
+                "from where the run was trained, or start its `maxmars train` command again, which "
+                "writes it anew; other programs' tokens name it by --data.tokenizer, and data of "
+                "your own by GrainConfig(tokenizer='byte') or 'gpt2'."
+            )
+        try:
+            tokenizer = tokenizers.load(place)
+        except FileNotFoundError:
+            padding = config.vocab_size - GPT2Tokenizer.vocab_size
+            if is_run or not 0 <= padding < _MOST_PADDING:
+                raise
+            tokenizer = GPT2Tokenizer()
+            if processes.is_primary():
+                rows = f" and {padding} rows of padding" if padding else ""
+                print(
+                    f"{self.origin(None)} has no tokenizer files; GPT-2's tokenizer is used, since "
+                    f"the vocabulary has its size{rows}.",
+                    file=sys.stderr,
+                )
+        require(
+            tokenizer.num_text_ids <= config.vocab_size,
+            f"the tokenizer in {place} has {tokenizer.num_text_ids} tokens, but the model only "
+            f"{config.vocab_size}; put the one that it was trained with there.",
+        )
+        return tokenizer
+
+    def data(self) -> DataConfig | None:
+        """The data that a run was trained on, with functions of the user's own in the copies of
+        their files that it keeps; a Hugging Face model has none.
+
+        Raises:
+          ValueError: see `recorded_code`.
+        """
+        if self.checkpoints is None:
+            return None
+        return recorded_code(read(self.checkpoints, self.step).config.data, self.directory, SOURCES)
+
+    def num_windows(self) -> int:
+        """How many windows a run was evaluated on; the default of a run for other models."""
+        if self.checkpoints is None:
+            return EvalConfig.num_windows
+        return read(self.checkpoints, self.step).config.eval.num_windows
+
+    def own_evaluations(self) -> tuple[Source, ...]:
+        """The functions of the user's own that a run was evaluated by when it last started, in the
+        copies of their files that it keeps; a Hugging Face model has none.
+
+        Raises:
+          ValueError: see `recorded_code`.
+        """
+        if self.checkpoints is None or (record := read_json(self.directory / CONFIG)) is None:
+            return ()
+        with about(self.directory / CONFIG):
+            own = from_dict(record["eval"]).own
+        return recorded_code(own or (), self.directory, EVAL_SOURCE)
 
 
 def _abstract_params(config: ModelConfig, mesh: Mesh) -> Any:
@@ -176,138 +315,7 @@ def _abstract_params(config: ModelConfig, mesh: Mesh) -> Any:
     return Parameters(config, mesh).on_mesh
 
 
-# --- what a path means ----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunTarget:
-    """A run, or one of its checkpoints."""
-
-    checkpoints: Workdir
-    step: int | None
-    """None is the newest sound checkpoint."""
-
-    @property
-    def workdir(self) -> Workdir:
-        return self.checkpoints.parent
-
-    def config(self) -> ModelConfig:
-        """The configuration of the model, to use it here; see `config_to_run`."""
-        return self.config_to_run(read(self.checkpoints, self.step))
-
-    def tokenizer(self, config: ModelConfig) -> Tokenizer:
-        """The tokenizer that the run was trained with.
-
-        Raises:
-          FileNotFoundError: the run's directory has none.
-          ValueError: it has tokens that a model of this configuration does not know.
-          ValueError, ImportError, OSError: see `maxmars.data.tokenizer.load`.
-        """
-        directory = self.workdir / TOKENIZER
-        if not directory.is_dir():
-            raise FileNotFoundError(
-                f"{directory} is missing: a run keeps the tokenizer of its data there. Copy it "
-                "from where the run was trained, or start its `maxmars train` command again, which "
-                "writes it anew; other programs' tokens name it by --data.tokenizer, and data of "
-                "your own by GrainConfig(tokenizer='byte') or 'gpt2'."
-            )
-        return _that_fits(tokenizers.load(directory), config, directory)
-
-    def config_to_run(self, stored: Checkpoint) -> ModelConfig:
-        """The configuration of the model in a checkpoint, to use it here.
-
-        A module of the user's own is made by the copy of its file that the run keeps.
-
-        Raises:
-          ValueError: see `recorded_code`.
-        """
-        config: Any = stored.config.model
-        if isinstance(config, GPT2Config):
-            # It may run on other devices than it was trained on.
-            return dataclasses.replace(config, attention="auto")
-        return recorded_code(config, self.workdir, MODEL_SOURCE)
-
-    def own_evaluations(self) -> tuple[Source, ...]:
-        """The functions of the user's own that the run was evaluated by when it last started, in
-        the copies of their files that the run keeps.
-
-        Raises:
-          ValueError: see `recorded_code`.
-        """
-        record = read_json(self.workdir / CONFIG)
-        with about(self.workdir / CONFIG):
-            own = from_dict(record["eval"]).own if record else None
-        return recorded_code(own or (), self.workdir, EVAL_SOURCE)
-
-    def name(self, stored: Checkpoint) -> str:
-        """Name of the model in a checkpoint, for people."""
-        evaluated = ", evaluation parameters" if stored.has_evaluation_params else ""
-        return f"{self.workdir.name}, step {stored.step}{evaluated}"
-
-
-def _that_fits(tokenizer: Tokenizer, config: ModelConfig, directory: Workdir) -> Tokenizer:
-    require(
-        tokenizer.num_text_ids <= config.vocab_size,
-        f"the tokenizer in {directory} has {tokenizer.num_text_ids} tokens, but the model only "
-        f"{config.vocab_size}; put the one that it was trained with there.",
-    )
-    return tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class HFTarget:
-    """A Hugging Face directory, or a model on the hub that was fetched."""
-
-    directory: Path
-    snapshot: hub.Snapshot | None = None
-    """Where on the hub it is; None for a directory of the user's."""
-
-    @property
-    def name(self) -> str:
-        """Name of the model, for people."""
-        return self.directory.name if self.snapshot is None else self.snapshot.name
-
-    @property
-    def origin(self) -> str:
-        """The target that means the same files."""
-        return str(self.directory) if self.snapshot is None else self.snapshot.origin
-
-    def config(self) -> GPT2Config:
-        """The configuration of the model, by its `config.json`."""
-        return huggingface.read_config(self.directory)
-
-    def own_evaluations(self) -> tuple[Source, ...]:
-        """None: there is no run."""
-        return ()
-
-    def tokenizer(self, config: ModelConfig) -> Tokenizer:
-        """The directory's own tokenizer.
-
-        Where there is none, and the vocabulary has the size of GPT-2's, or that rounded up as in
-        nanoGPT (50,304), it is GPT-2's; a note on stderr says so.
-
-        Raises:
-          FileNotFoundError: there is none, and the vocabulary is not GPT-2's.
-          ValueError: it has tokens that the model does not know.
-          ImportError, OSError: see `maxmars.data.tokenizer.load`.
-        """
-        try:
-            tokenizer = tokenizers.load(self.directory)
-        except FileNotFoundError:
-            padding = config.vocab_size - GPT2Tokenizer.vocab_size
-            if not 0 <= padding < _MOST_PADDING:
-                raise
-            tokenizer = GPT2Tokenizer()
-            if processes.is_primary():
-                print(
-                    f"{self.origin} has no tokenizer files; GPT-2's tokenizer is used, since the "
-                    f"vocabulary has its size{f' and {padding} rows of padding' * bool(padding)}.",
-                    file=sys.stderr,
-                )
-        return _that_fits(tokenizer, config, self.directory)
-
-
-def find_target(path: str | Path) -> RunTarget | HFTarget:
+def find_target(path: str | Path) -> Target:
     """Find out whether a path is a run, a checkpoint or a Hugging Face directory; fetch `hf:...`.
 
     Args:
@@ -321,7 +329,7 @@ def find_target(path: str | Path) -> RunTarget | HFTarget:
     """
     if hub.is_on_hub(path):
         snapshot = hub.fetch(path)
-        return HFTarget(directory=snapshot.directory, snapshot=snapshot)
+        return Target(path=str(path), directory=snapshot.directory, snapshot=snapshot)
     directory = resolve(path)
     require_access(directory)
     if not directory.exists():
@@ -331,10 +339,12 @@ def find_target(path: str | Path) -> RunTarget | HFTarget:
             "hub (hf:OWNER/NAME)."
         )
     if (checkpoints_and_step := find(directory)) is not None:
-        checkpoints, step = checkpoints_and_step
-        return RunTarget(checkpoints=resolve(checkpoints), step=step)
+        place, step = checkpoints_and_step
+        checkpoints = resolve(place)
+        run = checkpoints.parent
+        return Target(path=str(path), directory=run, checkpoints=checkpoints, step=step)
     if isinstance(directory, Path) and huggingface.is_hf_directory(directory):
-        return HFTarget(directory=directory)
+        return Target(path=str(path), directory=directory)
     if (directory / CHECKPOINTS).is_dir() or directory.name == CHECKPOINTS:
         raise FileNotFoundError(
             f"{path} holds no checkpoint yet; a run writes the first after checkpoint.every steps "
@@ -368,8 +378,9 @@ class Exported:
     config: ModelConfig
     dtype: huggingface.Dtype
     """Type of the weights."""
-    origin: Checkpoint | HFTarget
-    """Where it was read from."""
+    target: Target
+    checkpoint: Checkpoint | None
+    """The checkpoint that was read; None of a Hugging Face model."""
 
 
 def export_model(
@@ -400,70 +411,78 @@ def export_model(
       OSError: the disk is full or cannot be written to.
     """
     target = find_target(path)
-
-    def write(
-        config: ModelConfig, name: str, model: huggingface.HFModel, origin: Checkpoint | HFTarget
-    ) -> Exported:
-        num_bytes, notes, tokenizer = model.num_bytes(dtype), [], None
-
-        def arrays_and_progress() -> Iterator[np.ndarray]:
-            for array_name, array in zip(model.shapes, model.arrays, strict=True):
-                status.update(f"writing {array_name} ({num_bytes / 1e9:.1f} GB in all)")
-                yield array
-
-        try:
-            tokenizer = target.tokenizer(config)
-        except EXTERNAL_ERRORS as error:
-            notes.append(f"Tokenizer files were not written: {in_words(error)}")
-        files = huggingface.write_model(
-            directory,
-            dataclasses.replace(model, arrays=arrays_and_progress()),
-            dtype=dtype,
-            ends_of_text=None if tokenizer is None else (tokenizer.bos, tokenizer.eot),
-            max_file_bytes=max_file_bytes,
-        )
-        if tokenizer is not None:
-            tokenizers.save(tokenizer, directory, max_seq_len=config.max_seq_len)
-        num_parameters = sum(map(math.prod, model.shapes.values()))
-        if isinstance(config, GPT2Config):  # biases of zeros are none
-            num_parameters = Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count
-        exported = Exported(
-            name=name,
-            architecture=model.architecture,
-            num_parameters=num_parameters,
-            num_bytes=num_bytes,
-            num_files=len(files),
-            notes=notes,
-            config=config,
-            dtype=dtype,
-            origin=origin,
-        )
-        status.update("adding files")
-        add_files(directory, exported)
-        return exported
-
     with _in_the_making(out) as directory, Progress(stderr=True) as status:
-        if isinstance(target, HFTarget):
-            config = target.config()
-            weights = huggingface.open_weights(target.directory, config)
-            model = huggingface.gpt2_model(
-                config, lambda layout: (weights[name].read() for name in layout.names)
-            )
-            return write(config, target.name, model, target)
-        for candidate in candidates(target.checkpoints, target.step):
+        for candidate in target.candidates():
             with candidate as stored:
-                config: Any = stored.config.model
-                if isinstance(config, GPT2Config):
-                    read_layout = functools.partial(_read_layout, stored)
-                    model = huggingface.gpt2_model(config, read_layout)
-                else:
-                    config: Any = target.config_to_run(stored)
-                    model = _exported_by_itself(config, stored)
-                return write(config, target.name(stored), model, stored)
+                exported = _write(directory, target, stored, dtype, max_file_bytes, status)
+                status.update("adding files")
+                add_files(directory, exported)
+                return exported
     raise AssertionError("unreachable")
 
 
-def _exported_by_itself(config: ModuleConfig, stored: Checkpoint) -> huggingface.HFModel:
+def _write(
+    directory: Path,
+    target: Target,
+    stored: Checkpoint | None,
+    dtype: huggingface.Dtype,
+    max_file_bytes: int,
+    status: Progress,
+) -> Exported:
+    """Write weights, configuration and tokenizer of a candidate."""
+    config = target.config(stored)
+    model = _hf_model(target, stored, config)
+    num_bytes, notes, tokenizer = model.num_bytes(dtype), [], None
+    try:
+        tokenizer = target.tokenizer(config)
+    except EXTERNAL_ERRORS as error:
+        notes.append(f"Tokenizer files were not written: {in_words(error)}")
+    files = huggingface.write_model(
+        directory,
+        dataclasses.replace(model, arrays=_showing(model, num_bytes, status)),
+        dtype=dtype,
+        ends_of_text=None if tokenizer is None else (tokenizer.bos, tokenizer.eot),
+        max_file_bytes=max_file_bytes,
+    )
+    if tokenizer is not None:
+        tokenizers.save(tokenizer, directory, max_seq_len=config.max_seq_len)
+    num_parameters = sum(map(math.prod, model.shapes.values()))
+    if isinstance(config, GPT2Config):  # biases of zeros are none
+        num_parameters = Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count
+    return Exported(
+        name=target.name(stored),
+        architecture=model.architecture,
+        num_parameters=num_parameters,
+        num_bytes=num_bytes,
+        num_files=len(files),
+        notes=notes,
+        config=config,
+        dtype=dtype,
+        target=target,
+        checkpoint=stored,
+    )
+
+
+def _hf_model(target: Target, stored: Checkpoint | None, config: Any) -> huggingface.HFModel:
+    """A candidate in Hugging Face's terms; its arrays are read one after another."""
+    if stored is None:
+        weights = huggingface.open_weights(Path(target.directory), config)
+        return huggingface.gpt2_model(
+            config, lambda layout: (weights[name].read() for name in layout.names)
+        )
+    if isinstance(config, GPT2Config):
+        return huggingface.gpt2_model(config, functools.partial(_read_layout, stored))
+    return _exported_by_itself(target, stored, config)
+
+
+def _showing(model: huggingface.HFModel, num_bytes: int, status: Progress) -> Iterator[np.ndarray]:
+    """The arrays of a model, each told to `status` before it is written."""
+    for name, array in zip(model.shapes, model.arrays, strict=True):
+        status.update(f"writing {name} ({num_bytes / 1e9:.1f} GB in all)")
+        yield array
+
+
+def _exported_by_itself(target: Target, stored: Checkpoint, config: Any) -> huggingface.HFModel:
     """What the `export` of a module of the user's own returns for the parameters in a checkpoint.
 
     Raises:
@@ -477,7 +496,7 @@ def _exported_by_itself(config: ModuleConfig, stored: Checkpoint) -> huggingface
             "Python to another format."
         )
     mesh = sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
-    params = load_params(stored, _abstract_params(config, mesh))
+    params = target.params(stored, config, _abstract_params(config, mesh))
     match make_model(config, params).module.export():
         case {"architectures": [str(), *_]} as fields, {**arrays} if arrays:
             shapes = {name: np.shape(array) for name, array in arrays.items()}

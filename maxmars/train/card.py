@@ -25,7 +25,7 @@ from maxmars.distributed.files import Workdir, read_json, read_json_object, reso
 from maxmars.distributed.workdir import DATA
 from maxmars.eval.hellaswag import METRICS, describe_count
 from maxmars.eval.report import harness_rows
-from maxmars.eval.trained_model import Exported, HFTarget
+from maxmars.eval.trained_model import Exported
 from maxmars.model.parameters import Parameters
 from maxmars.train.audit import audit
 from maxmars.train.metrics import read_metrics
@@ -84,7 +84,7 @@ def write_card(
       ValueError: a report is on another model, or a file of the run is damaged.
       OSError: the disk is full.
     """
-    stored = exported.origin if isinstance(exported.origin, Checkpoint) else None
+    stored = exported.checkpoint
     training = [] if stored is None else _training(stored, exported.config)
     scores = [] if stored is None else [*_scores_of_run(stored)]
     scores += [score for report in reports for score in _scores_of_report(exported, report)]
@@ -201,7 +201,7 @@ def _scores_of_report(exported: Exported, report: Fields) -> Iterator[_Score]:
     Raises:
       ValueError: it is on others.
     """
-    digest = exported.origin.digest if isinstance(exported.origin, Checkpoint) else None
+    digest = None if exported.checkpoint is None else exported.checkpoint.digest
     models = [report, *filter(None, [report.get("against")])]
     own = [
         m for m in models if m.get("digest") == digest and (digest or m["name"] == exported.name)
@@ -244,8 +244,8 @@ def _result(score: _Score) -> dict[str, Any]:
 
 def _license(directory: Path, exported: Exported) -> tuple[dict[str, Any], str]:
     """Fields and text about the license, which of a Hugging Face model are those of its card."""
-    original = exported.origin.directory / CARD if isinstance(exported.origin, HFTarget) else None
-    if original is None or not original.is_file():
+    original = exported.target.directory / CARD
+    if exported.checkpoint is not None or not original.is_file():
         return {}, "Not chosen yet: add a line like `license: apache-2.0` to the first block."
     (directory / SOURCE_CARD).write_bytes(original.read_bytes())
     try:

@@ -25,16 +25,15 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxmars.checkpoint import Checkpoint, candidates, load_arrays, load_params, read
+from maxmars.checkpoint import Checkpoint, load_arrays
 from maxmars.checkpoint.digest import combine, digest, leaf_types
 from maxmars.config import GPT2Config, ModelConfig, TrainConfig, differences
 from maxmars.data.batches import UNKNOWN_TOKENIZER
 from maxmars.data.tokenizer import JsonTokenizer, Vocabulary, difference
 from maxmars.distributed import processes
-from maxmars.distributed.files import Workdir, resolve
-from maxmars.distributed.workdir import TOKENIZER
-from maxmars.eval.trained_model import HFTarget, RunTarget, find_target
-from maxmars.model import hub, huggingface
+from maxmars.distributed.files import resolve
+from maxmars.eval.trained_model import Target, find_target
+from maxmars.model import hub
 from maxmars.train.resume import first_misfit
 from maxmars.train.step import TrainState, TrainStep, init_train_state
 
@@ -90,27 +89,18 @@ def load_initial(step: TrainStep, source: InitFrom, vocabulary: Vocabulary) -> I
         another tokenizer than the tokens; or see `hub.fetch`, as for the errors of other types.
     """
     config, abstract = step.config, step.abstract_state
-    path, is_on_hub = source.path, hub.is_on_hub(source.path)
-    if not is_on_hub:
-        path = str(resolve(path))
-    elif source.optimizer_state:
+    path = source.path if hub.is_on_hub(source.path) else str(resolve(source.path))
+    if source.optimizer_state and hub.is_on_hub(path):
+        raise _no_optimizer_state(path)  # before the model is fetched
+    target = find_target(path)
+    if source.optimizer_state and target.checkpoints is None:
         raise _no_optimizer_state(path)
-    target = find_target(hub.fetch(path).origin if is_on_hub else path)
     _check_tokenizer(path, target, vocabulary)
-    if isinstance(target, RunTarget):
-        parts, weights = _read_run(target, config, abstract, optimizer_state=source.optimizer_state)
-    else:
-        if source.optimizer_state:
-            raise _no_optimizer_state(path)
-        model, weights = huggingface.read_config(target.directory), target.origin
-        _check_model(path, model, config.model)
-        assert isinstance(config.model, GPT2Config)
-        model = dataclasses.replace(model, vocab_pad_multiple=config.model.vocab_pad_multiple)
-        parts = {"params": huggingface.load_params(target.directory, model, abstract.params)}
+    parts, weights = _read_parts(target, config, abstract, optimizer_state=source.optimizer_state)
     parts["params"] = _padded(parts["params"], abstract.params, config.model)
     start = {
         "path": path,
-        "weights": str(weights),
+        "weights": weights,
         "optimizer_state": source.optimizer_state,
         "params_digest": combine(digest({"params": parts["params"]})),
     }
@@ -118,23 +108,23 @@ def load_initial(step: TrainStep, source: InitFrom, vocabulary: Vocabulary) -> I
     return Initial(state=state, origin=start)
 
 
-def _read_run(
-    target: RunTarget,
-    config: TrainConfig,
-    abstract: TrainState,
-    *,
-    optimizer_state: bool,
-) -> tuple[dict[str, Any], Workdir]:
-    """The fields of the state that come from a checkpoint, and the path of that checkpoint."""
-    for candidate in candidates(target.checkpoints, target.step):
+def _read_parts(
+    target: Target, config: TrainConfig, abstract: TrainState, *, optimizer_state: bool
+) -> tuple[dict[str, Any], str]:
+    """The fields of the state that come from a target, and where they were read."""
+    for candidate in target.candidates():
         with candidate as saved:
-            _check_model(saved.path, saved.config.model, config.model)
-            if not optimizer_state:
-                params = load_params(saved, _as_stored(abstract.params, saved.config.model))
-                return {"params": params}, saved.path
+            model, origin = target.recorded_config(saved), target.origin(saved)
+            _check_model(origin, model, config.model)
+            if saved is None:  # is read with our padding
+                padding = getattr(config.model, "vocab_pad_multiple", 1)
+                model = dataclasses.replace(model, vocab_pad_multiple=padding)
+            if not optimizer_state or saved is None:
+                as_stored = _as_stored(abstract.params, model)
+                return {"params": target.params(saved, model, as_stored)}, origin
             wanted = {name: getattr(abstract, name) for name in _WITH_OPTIMIZER}
             _check_optimizer(saved, config, leaf_types(wanted))
-            return load_arrays(saved, wanted), saved.path
+            return load_arrays(saved, wanted), origin
     raise AssertionError("unreachable")
 
 
@@ -145,24 +135,19 @@ def _no_optimizer_state(path: Any) -> ValueError:
     )
 
 
-def _check_tokenizer(path: str, target: RunTarget | HFTarget, vocabulary: Vocabulary) -> None:
+def _check_tokenizer(path: str, target: Target, vocabulary: Vocabulary) -> None:
     """Refuse weights for tokens of another tokenizer; where one of the two has none, say so."""
     if vocabulary.tokenizer == UNKNOWN_TOKENIZER:
         return
-    is_run = isinstance(target, RunTarget)
     try:
-        # Of a run only the record is read: its code may be gone, and does not run here.
-        config = read(target.checkpoints, target.step).config.model if is_run else target.config()
-        theirs = target.tokenizer(config)
+        theirs = target.tokenizer(target.recorded_config())
         what = difference(theirs, vocabulary)
     except (ImportError, OSError) as error:
         if processes.is_primary():
             _LOGGER.warning("the tokenizer of %s is not compared with the tokens: %s", path, error)
         return
     if what is not None:
-        name = theirs.name
-        if name == JsonTokenizer.name:
-            name = str(target.workdir / TOKENIZER if is_run else target.directory)
+        name = str(target.tokenizer_place) if theirs.name == JsonTokenizer.name else theirs.name
         raise ValueError(
             f"the weights in {path} are of another tokenizer than the tokens: {what}. Prepare the "
             f"text with theirs (--tokenizer {name}), or start from other weights."

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from hellaswag_questions import SHORT, fields_of, write_questions_file
@@ -12,9 +11,7 @@ from tiny import ADAMW, tiny_config
 from token_directories import write_shards
 
 from maxmars.cli import main
-from maxmars.config import EvalConfig, MeshConfig, TokenShardsConfig
-from maxmars.distributed.sharding import make_mesh
-from maxmars.eval.report import score_models
+from maxmars.config import EvalConfig, TokenShardsConfig
 from maxmars.train import train
 
 
@@ -130,16 +127,17 @@ def test_the_table_counts_questions_that_are_too_long(
 @pytest.mark.seconds
 def test_a_loss_on_other_tokens_devices_and_batches(run, report, tokens, tmp_path):
     write_shards(tmp_path / "other", np.arange(100), np.arange(100), vocab_size=257)
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    output = tmp_path / "scores.json"
 
-    def score(**options):
-        return score_models([run], mesh, tasks=("loss",), batch_size=1, **options).fields
+    def score(*options):
+        run_eval(run, "--tasks", "loss", "--batch-size", 1, "--output", output, *options)
+        return json.loads(output.read_text())
 
-    one = score(data=TokenShardsConfig(path=str(tmp_path / "other")))
+    one = score("--data.path", tmp_path / "other")
     assert one["loss_tokens"] == 96
     assert "hellaswag" not in one
-    assert score(num_windows=2)["loss_tokens"] == 32
-    named = score(data=TokenShardsConfig(path=str(tokens)))  # as many windows
+    assert score("--data.num-windows", 2, "--mesh.fsdp", 8)["loss_tokens"] == 32
+    named = score("--data.path", tokens)  # as many windows
     assert named["loss"] == pytest.approx(report[0]["loss"], abs=1e-6)
     assert named["loss_tokens"] == 160
 
