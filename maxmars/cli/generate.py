@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import shlex
 import sys
@@ -19,7 +21,7 @@ from maxmars.config.errors import about
 from maxmars.distributed.progress import Progress, loading_jax
 
 if TYPE_CHECKING:  # it loads JAX, which --help and wrong arguments need not wait for
-    from maxmars.eval.generate import TextPiece
+    from maxmars.eval.generate import Piece
 
 _SEPARATOR = "---------------"
 _PART = Rule(lambda value: 0 < value <= 1, "must lie in (0, 1]")
@@ -81,7 +83,7 @@ class GenerateArguments(CheckedConfig):
 def run(argv: list[str]) -> int:
     """Run `maxmars generate`."""
     arguments = parse_options(GenerateArguments, argv, prog="maxmars generate", recorded=False)
-    prompts = list(arguments.prompt)
+    prompts, as_json = list(arguments.prompt), arguments.json
     if bool(prompts) == arguments.interactive:
         raise UsageError("give prompts either by --prompt TEXT or by --interactive.")
     for prompt in prompts:
@@ -89,16 +91,21 @@ def run(argv: list[str]) -> int:
     with Progress(stderr=True) as progress:
         stream = _load(arguments, progress)
         if arguments.interactive:
-            _answer(stream, as_json=arguments.json)
+            while (prompt := _ask()) is not None:
+                _show(prompt, stream([prompt]), as_json=as_json, is_interactive=True)
             return 0
-        pieces = _in_order(stream(prompts))
-        if arguments.json:
-            for line in _json_lines(prompts, pieces):
-                print(line, flush=True)
-            return 0
-        _print_text(prompts, pieces)
-    again = shlex.join(["maxmars", "generate", arguments.target, "--interactive"])
-    print(f"next: {again}", file=sys.stderr)
+        for index, pieces in itertools.groupby(_in_order(stream(prompts)), lambda p: p.index):
+            if index and not as_json:
+                print(_SEPARATOR)
+            _show(prompts[index], pieces, as_json=as_json, is_interactive=False)
+    if not as_json:
+        mesh = [
+            f"--mesh.{axis.name}={size}"
+            for axis in dataclasses.fields(MeshConfig)
+            if (size := getattr(arguments.mesh, axis.name)) != axis.default
+        ]
+        again = shlex.join(["maxmars", "generate", arguments.target, "--interactive", *mesh])
+        print(f"next: {again}", file=sys.stderr)
     return 0
 
 
@@ -109,12 +116,12 @@ def _check_is_text(prompt: str, where: str) -> None:
 
 def _load(
     arguments: GenerateArguments, progress: Progress
-) -> Callable[[list[str]], Iterator[TextPiece]]:
+) -> Callable[[list[str]], Iterator[Piece]]:
     """Load the model; returns what gives the text of all prompts as it comes."""
     with loading_jax(stderr=True):
         from maxmars.distributed import sharding
         from maxmars.eval import load
-        from maxmars.eval.generate import Sampling, stream_texts
+        from maxmars.eval.generate import CHUNK, READ_ALONG, Sampling, stream_texts
         from maxmars.eval.trained_model import find_target
         from maxmars.train import compile_cache
 
@@ -129,7 +136,7 @@ def _load(
     )
     seen = Counter[bytes]()
 
-    def stream(prompts: list[str]) -> Iterator[TextPiece]:
+    def stream(prompts: list[str]) -> Iterator[Piece]:
         pieces = stream_texts(
             trained,
             prompts,
@@ -137,6 +144,7 @@ def _load(
             sampling=sampling,
             seed=arguments.seed,
             batch_size=arguments.batch_size,
+            chunk=CHUNK if arguments.json else READ_ALONG,
             seen=seen,
         )
         with progress.waiting("compiling for this length"):
@@ -147,9 +155,9 @@ def _load(
     return stream
 
 
-def _in_order(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
+def _in_order(pieces: Iterable[Piece]) -> Iterator[Piece]:
     """The pieces of the first prompt as they come, then those of the second, and so on."""
-    held: dict[int, list[TextPiece]] = {}
+    held: dict[int, list[Piece]] = {}
     current = 0
     for piece in pieces:
         held.setdefault(piece.index, []).append(piece)
@@ -160,51 +168,29 @@ def _in_order(pieces: Iterable[TextPiece]) -> Iterator[TextPiece]:
             current += 1
 
 
-def _print_text(prompts: list[str], pieces: Iterable[TextPiece]) -> None:
-    shown = -1
-    for piece in pieces:
-        if piece.index != shown:
-            shown = piece.index
-            before = f"\n{_SEPARATOR}\n" if shown else ""
-            print(f"{before}{prompts[shown]}", end="")
-        print(piece.text, end="", flush=True)
-    print(flush=True)
+def _show(prompt: str, pieces: Iterable[Piece], *, as_json: bool, is_interactive: bool) -> None:
+    """Print a prompt and its continuation as it comes or, when it has ended, a line of JSON.
 
-
-def _json_lines(prompts: list[str], pieces: Iterable[TextPiece]) -> Iterator[str]:
-    came: list[TextPiece] = []
-    for piece in pieces:
-        came.append(piece)
-        if piece.end is not None:
-            yield _json_line(prompts[piece.index], came)
-            came = []
-
-
-def _json_line(prompt: str, pieces: list[TextPiece]) -> str:
+    Ctrl-C ends the continuation where somebody asks for prompts, else the command.
+    """
+    came: list[Piece] = []
+    try:
+        for piece in pieces:
+            if not as_json:
+                print(piece.text if came else prompt + piece.text, end="", flush=True)
+            came.append(piece)
+    except KeyboardInterrupt:
+        if not (is_interactive and sys.stdin.isatty()):
+            raise
     fields = {
         "prompt": prompt,
-        "continuation": "".join(piece.text for piece in pieces),
-        "num_tokens": sum(piece.num_tokens for piece in pieces),
-        "end": (pieces[-1].end if pieces else None) or "interrupted",
+        "continuation": "".join(piece.text for piece in came),
+        "num_tokens": sum(len(piece.tokens) for piece in came),
+        "end": (came[-1].end if came else None) or "interrupted",
     }
-    return json.dumps(fields, ensure_ascii=False)
-
-
-def _answer(stream: Callable[[list[str]], Iterator[TextPiece]], *, as_json: bool) -> None:
-    """Continue one prompt after the other as they are read."""
-    while (prompt := _ask()) is not None:
-        came: list[TextPiece] = []
-        try:
-            for piece in stream([prompt]):
-                if not as_json:
-                    print(piece.text if came else prompt + piece.text, end="", flush=True)
-                came.append(piece)
-        except KeyboardInterrupt:
-            if not sys.stdin.isatty():
-                raise
-        print(_json_line(prompt, came) if as_json else "", flush=True)
-        if not as_json:
-            print(file=sys.stderr)
+    print(json.dumps(fields, ensure_ascii=False) if as_json else "", flush=True)
+    if is_interactive and not as_json:
+        print(file=sys.stderr)
 
 
 def _ask() -> str | None:

@@ -11,9 +11,9 @@ of a text.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,7 +35,8 @@ from maxmars.eval.trained_model import TrainedModel
 from maxmars.model.language_model import Cache, make_model
 from maxmars.model.parameters import Parameters
 
-_CHUNK = 16  # most tokens that the device draws before the host looks at them
+CHUNK = 16  # most tokens that the device draws before the host looks at them
+READ_ALONG = 4  # the same where somebody reads along
 _SMALLEST_BUCKET = 16
 
 Tokens = Integer[np.ndarray, " _"]
@@ -95,28 +96,17 @@ def choose(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenPiece:
+class Piece:
     """New tokens of one prompt."""
 
     index: int
     """Which of the prompts, from 0."""
     tokens: Tokens
+    text: str = ""
+    """From `stream_texts`: whole characters; those whose tokens have not all come are in a later
+    piece."""
     end: End | None
     """Why the continuation ended with them; None where it goes on."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextPiece:
-    """New text of one prompt."""
-
-    index: int
-    """Which of the prompts, from 0."""
-    text: str
-    """Whole characters; those whose tokens have not all come are in a later piece."""
-    num_tokens: int
-    """Number of tokens that came."""
-    end: End | None
-    """Why the continuation ended with this text; None where it goes on."""
 
 
 class Options(TypedDict, total=False):
@@ -156,36 +146,32 @@ def generate_tokens(
     `stream_tokens`.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    pieces_of: list[list[Tokens]] = [[] for _ in prompts]
+    tokens_of: list[list[Tokens]] = [[] for _ in prompts]
     num_done = num_new = 0
     with Progress(stderr=True) as status:
-        for pieces in stream_tokens(
-            model,
-            [prompts[i] for i in order],
-            stop=stop,
-            is_complete=is_complete,
-            every_s=float("inf"),
-            **options,
-        ):
-            for piece in pieces:
-                pieces_of[order[piece.index]].append(piece.tokens)
-                num_done += piece.end is not None
-                num_new += len(piece.tokens)
+        stream = stream_tokens(
+            model, [prompts[i] for i in order], stop=stop, is_complete=is_complete, **options
+        )
+        for piece in stream:
+            tokens_of[order[piece.index]].append(piece.tokens)
+            num_done += piece.end is not None
+            num_new += len(piece.tokens)
             rate = num_new / max(status.elapsed_s, 1e-9)
             status.update(
                 f"{num_done} of {len(prompts)} prompts done, {num_new:,} tokens, "
                 f"{rate:,.0f} tokens/s"
             )
-    return [np.concatenate(pieces) for pieces in pieces_of]
+    return [np.concatenate(tokens) for tokens in tokens_of]
 
 
 def stream_texts(
     model: TrainedModel,
     prompts: Sequence[str],
     *,
+    chunk: int = READ_ALONG,
     seen: Counter[bytes] | None = None,
     **options: Unpack[Options],
-) -> Iterator[TextPiece]:
+) -> Iterator[Piece]:
     """Continue texts, and yield each piece of text as it comes.
 
     The pieces of a prompt, joined, are what `generate_texts` returns for it. The first prompts are
@@ -195,12 +181,10 @@ def stream_texts(
     tokenizer = model.tokenizer
     contexts = [encode_context(prompt, tokenizer, model.start) for prompt in prompts]
     texts = [tokenizer.pieces() for _ in prompts]
-    for pieces in stream_tokens(model, contexts, stop=tokenizer.ends, seen=seen, **options):
-        for piece in pieces:
-            text = texts[piece.index](piece.tokens, piece.end is not None)
-            yield TextPiece(
-                index=piece.index, text=text, num_tokens=len(piece.tokens), end=piece.end
-            )
+    stream = stream_tokens(model, contexts, stop=tokenizer.ends, chunk=chunk, seen=seen, **options)
+    for piece in stream:
+        text = texts[piece.index](piece.tokens, piece.end is not None)
+        yield dataclasses.replace(piece, text=text)
 
 
 def stream_tokens(
@@ -213,9 +197,9 @@ def stream_tokens(
     batch_size: int = 16,
     stop: int | Sequence[int] | None = None,
     is_complete: Callable[[Tokens], bool] | None = None,
-    every_s: float = 0.05,
+    chunk: int = CHUNK,
     seen: Counter[bytes] | None = None,
-) -> Iterator[list[TokenPiece]]:
+) -> Iterator[Piece]:
     """Continue token ids, and yield new tokens as they come, of all prompts that are in work.
 
     The model sees the last `max_seq_len` tokens of a prompt, and the last half of them each time
@@ -234,8 +218,7 @@ def stream_tokens(
       stop: a continuation ends before this token, or before the first of several.
       is_complete: called every few tokens with a prompt's new tokens; True ends the continuation.
         Since tokens are drawn several at a time, the caller must cut what is too much.
-      every_s: tokens come one by one, or several at a time if that many take less than these
-        seconds; at most 16, and always 16 on a mesh of several processes.
+      chunk: the most tokens of a prompt that come at once, up to 16.
       seen: how often earlier calls continued each prompt; brought up to date.
 
     Raises:
@@ -244,40 +227,33 @@ def stream_tokens(
     require(max_new_tokens > 0, f"max_new_tokens={max_new_tokens} must be at least 1.")
     require(batch_size > 0, f"batch_size={batch_size} must be at least 1.")
     require(seed >= 0, f"seed={seed} must not be negative.")
+    require(0 < chunk <= CHUNK, f"chunk={chunk} must lie in [1, {CHUNK}].")
     shards = sharding.batch_shards(model.mesh)
     num_rows = -(-min(batch_size, len(prompts)) // shards) * shards
-    params, config = model.params, model.config
+    config = model.config
     if isinstance(config, GPT2Config) and config.compute_dtype != config.param_dtype:
         with jax.set_mesh(model.mesh):
-            params = _decoding_params(params, config=config)
+            params = _decoding_params(model.params, config=config)
+        model = dataclasses.replace(model, params=params)
     all_rows = [
         _Row(context=prompt.tolist()[-config.max_seq_len :], key=key)
         for prompt, key in zip(prompts, _keys(prompts, seed, seen), strict=True)
     ]
+    stops = () if stop is None else tuple(np.atleast_1d(stop).tolist())
     for first in range(0, len(prompts), batch_size):
         rows = all_rows[first : first + batch_size]
         padding = _Row(context=[0], key=rows[0].key, end="length")
-        batch = _Batch(
-            model=model,
-            params=params,
-            rows=[*rows, *[padding] * (num_rows - len(rows))],
-            max_new_tokens=max_new_tokens,
-            sampling=sampling,
-            stop=() if stop is None else tuple(np.atleast_1d(stop).tolist()),
-            every_s=every_s,
-        )
-        for drawn in batch.draw():
-            pieces = []
+        filled = [*rows, *[padding] * (num_rows - len(rows))]
+        for drawn in _draw_rows(model, filled, max_new_tokens, sampling, stops, chunk):
             for i, row in enumerate(rows):
                 if row.end is None:
-                    tokens = row.add(drawn[i].tolist(), batch.stop)
+                    tokens = row.add(drawn[i].tolist(), stops)
                     if row.end is None and len(row.new) == max_new_tokens:
                         row.end = "length"
                     elif row.end is None and is_complete is not None:
                         new = np.array(row.new, np.int32)
                         row.end = "is_complete" if is_complete(new) else None
-                    pieces.append(TokenPiece(index=first + i, tokens=tokens, end=row.end))
-            yield pieces
+                    yield Piece(index=first + i, tokens=tokens, end=row.end)
 
 
 def bucket_length(length: int, longest: int) -> int:
@@ -313,100 +289,67 @@ class _Row:
         return np.array(tokens, np.int32)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """Rows that are continued together; see `stream_tokens` for the other fields."""
-
-    model: TrainedModel
-    params: Any
-    """In the types for decoding."""
-    rows: Sequence[_Row]
-    max_new_tokens: int
-    sampling: Sampling
-    stop: Sequence[int]
-    every_s: float
-
-    def draw(self) -> Iterator[Int[np.ndarray, "rows some"]]:
-        """Draw tokens until all rows have ended; the caller adds them to the rows."""
-        # Rows of the cache, `num_slots` long; contexts end side by side:
-        #
-        #   |      the context of 0|new tokens ...      |
-        #   |a longer context of 1|new tokens ...      |
-        #
-        # A cache has as many slots as the answer can need at most, so that one program serves all
-        # of it. Where the context is full, it is cut to half of the longest and read again into a
-        # new cache; `prompt_slots` then keeps that program's shape at each such cut.
-        longest = self.model.config.max_seq_len
-        num_prompt = max(len(row.context) for row in self.rows)
-        prompt_slots, num_slots = 0, bucket_length(num_prompt + self.max_new_tokens, longest)
-        # The token that is predicted from a full context needs no slot in it.
-        if num_prompt + self.max_new_tokens > longest + 1 and len(self.rows) == 1:
-            # The context will be cut; the programs from before serve afterwards.
-            prompt_slots = max(num_prompt, longest // 2)
-        while not self._has_ended():
-            for row in self.rows:
-                if len(row.context) > longest:
-                    row.context = row.context[-max(1, longest // 2) :]
-            yield from self._draw_until_full(prompt_slots, num_slots)
-
-    def _draw_until_full(
-        self, prompt_slots: int, num_slots: int
-    ) -> Iterator[Int[np.ndarray, "rows some"]]:
-        """Draw until a context is full or all rows have ended.
-
-        Args:
-          prompt_slots: the contexts are padded to these tokens, or more if need be.
-          num_slots: slots of the cache.
-        """
-        model, rows, longest = self.model, self.rows, self.model.config.max_seq_len
+def _draw_rows(
+    model: TrainedModel,
+    rows: Sequence[_Row],
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: Sequence[int],
+    chunk: int,
+) -> Iterator[Int[np.ndarray, "rows some"]]:
+    """Draw tokens until all rows have ended; the caller adds them to the rows."""
+    # Rows of the cache, `num_slots` long; contexts end side by side:
+    #
+    #   |      the context of 0|new tokens ...      |
+    #   |a longer context of 1|new tokens ...      |
+    #
+    # A cache has as many slots as the answer can need at most, so that one program serves all
+    # of it. Where the context is full, it is cut to half of the longest and read again into a
+    # new cache; `prompt_slots` then keeps that program's shape at each such cut.
+    mesh, config, longest = model.mesh, model.config, model.config.max_seq_len
+    num_prompt = max(len(row.context) for row in rows)
+    prompt_slots, num_slots = 0, bucket_length(num_prompt + max_new_tokens, longest)
+    # The token that is predicted from a full context needs no slot in it.
+    if num_prompt + max_new_tokens > longest + 1 and len(rows) == 1:
+        # The context will be cut; the programs from before serve afterwards.
+        prompt_slots = max(num_prompt, longest // 2)
+    while not all(row.end for row in rows):
+        for row in rows:
+            if len(row.context) > longest:
+                row.context = row.context[-max(1, longest // 2) :]
         contexts = [[0] if row.end else row.context for row in rows]
         lengths = np.array([len(context) for context in contexts], np.int32)
         # All rows that have not ended have the same number of new tokens.
         num_drawn = max(len(row.new) for row in rows if not row.end)
         # The longest row decides: a context of n tokens leaves longest - n slots, and the full one
         # still predicts a token, which needs none.
-        last = num_drawn + longest + 1 - int(lengths.max())
-        prompt_slots = bucket_length(max(prompt_slots, int(lengths.max())), longest)
-        tokens = np.zeros((len(rows), prompt_slots), np.int32)
+        end = min(max_new_tokens, num_drawn + longest + 1 - int(lengths.max()))
+        width = bucket_length(max(prompt_slots, int(lengths.max())), longest)
+        tokens = np.zeros((len(rows), width), np.int32)
         for i, context in enumerate(contexts):
             tokens[i, : len(context)] = context
-        with jax.set_mesh(model.mesh):
-            keys = _to_device(np.stack([row.key for row in rows]), model.mesh)
-            hidden, cache = _fill_cache(
-                self.params,
-                _to_device(tokens, model.mesh),
-                _to_device(lengths, model.mesh),
-                config=model.config,
-                num_slots=num_slots,
-            )
-        # A call of the program draws up to `_CHUNK` tokens: many, where nobody watches; as many as
-        # `every_s` allows, by the clock of the last call, where somebody reads along. Processes of
-        # one mesh must all draw the same number, and have different clocks.
-        size = _CHUNK if self.every_s == float("inf") or model.mesh.is_multi_process else 1
-        start, end = num_drawn, min(self.max_new_tokens, last)
-        while start < end and not self._has_ended():
-            began, limit = time.perf_counter(), min(start + size, end)
-            with jax.set_mesh(model.mesh):
+        with jax.set_mesh(mesh):
+            keys = _to_device(np.stack([row.key for row in rows]), mesh)
+            prompts = _to_device(tokens, mesh), _to_device(lengths, mesh)
+            hidden, cache = _fill_cache(model.params, *prompts, config=config, num_slots=num_slots)
+        for start in range(num_drawn, end, chunk):
+            if all(row.end for row in rows):
+                break
+            limit = min(start + chunk, end)
+            with jax.set_mesh(mesh):
                 hidden, cache, new = _draw(
-                    self.params,
+                    model.params,
                     hidden,
                     cache,
-                    _to_device(np.array([row.end is not None for row in rows]), model.mesh),
+                    _to_device(np.array([row.end is not None for row in rows]), mesh),
                     keys,
-                    np.array([num_drawn, limit - num_drawn, *self.stop], np.int32),
-                    config=model.config,
-                    sampling=self.sampling,
-                    num_tokens=min(model.tokenizer.vocab_size, model.config.vocab_size),
+                    np.array([num_drawn, limit - num_drawn, *stop], np.int32),
+                    config=config,
+                    sampling=sampling,
+                    num_tokens=min(model.tokenizer.vocab_size, config.vocab_size),
                 )
                 drawn = np.asarray(new)[:, : limit - start]
-            if not model.mesh.is_multi_process:
-                token_s = (time.perf_counter() - began) / (limit - start)
-                size = int(min(_CHUNK, max(1, self.every_s / token_s)))
-            start = limit
             yield drawn
-
-    def _has_ended(self) -> bool:
-        return all(row.end for row in self.rows)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -477,7 +420,7 @@ def _draw(
         _, cache, ended, _ = state
         return (cache.num_new < limit) & ~ended.all()
 
-    drawn = jnp.zeros((len(ended), _CHUNK), jnp.int32)
+    drawn = jnp.zeros((len(ended), CHUNK), jnp.int32)
     hidden, cache, _, drawn = jax.lax.while_loop(not_done, step, (hidden, cache, ended, drawn))
     return hidden, cache, constrain(drawn, None, None)
 

@@ -17,8 +17,8 @@ from maxmars.data.batches import DataSplit
 from maxmars.data.tokenizer import tokenizer_of_tokens
 from maxmars.eval.trained_model import TrainedModel
 
-# What the command line already tells in one line, or keeps the trace of.
-_TOLD = (*EXTERNAL_ERRORS, RuntimeError, MemoryError)
+# What the command line reports in one line anyway, or keeps the trace of.
+REPORTED_ERRORS = (*EXTERNAL_ERRORS, RuntimeError, MemoryError)
 
 
 class OwnEvaluation:
@@ -54,7 +54,7 @@ class OwnEvaluation:
         with about(self._what):
             try:
                 metrics: Any = self._function(trained)
-            except _TOLD:
+            except REPORTED_ERRORS:
                 raise
             except Exception as error:
                 where = place_in_own_file(error)

@@ -23,12 +23,14 @@ LONG = "300000"  # tokens: a minute or more
 def test_text_is_that_of_the_python_function(finished_run, capsys):
     prompts = ["the ", "a", "", "the "]
     given = [word for prompt in prompts for word in ("--prompt", prompt)]
-    main(["generate", str(finished_run), *given, "--max-new-tokens", "20", "--batch-size", "2"])
+    options = ["--max-new-tokens", "20", "--batch-size", "2", "--mesh.fsdp", "8"]
+    main(["generate", str(finished_run), *given, *options])
     printed = capsys.readouterr()
     texts = generate_texts(load(finished_run), prompts, max_new_tokens=20, batch_size=2)
     whole = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
     assert printed.out == "\n---------------\n".join(whole) + "\n"
-    assert printed.err.splitlines()[-1] == f"next: maxmars generate {finished_run} --interactive"
+    following = f"next: maxmars generate {finished_run} --interactive --mesh.fsdp=8"
+    assert printed.err.splitlines()[-1] == following
 
 
 def test_programs_give_a_line_and_get_a_line(finished_run, monkeypatch, capsys):

@@ -110,15 +110,14 @@ def test_stopping(model, sampled):
 
 def test_tokens_that_come_one_by_one_are_the_same(model, sampled):
     stop, joined, ends = int(sampled[0][20]), [[] for _ in PROMPTS], {}
-    for pieces in stream_tokens(
-        model, PROMPTS, max_new_tokens=24, sampling=ALL, stop=stop, batch_size=3, every_s=0.0
+    for piece in stream_tokens(
+        model, PROMPTS, max_new_tokens=24, sampling=ALL, stop=stop, batch_size=3, chunk=1
     ):
-        for piece in pieces:
-            assert piece.index not in ends
-            assert len(piece.tokens) + (piece.end == "end_of_text") == 1
-            joined[piece.index] += piece.tokens.tolist()
-            if piece.end is not None:
-                ends[piece.index] = piece.end
+        assert piece.index not in ends
+        assert len(piece.tokens) + (piece.end == "end_of_text") == 1
+        joined[piece.index] += piece.tokens.tolist()
+        if piece.end is not None:
+            ends[piece.index] = piece.end
     assert_equal(joined, generate(model, stop=stop))
     assert ends == {i: "end_of_text" if len(f) < 24 else "length" for i, f in enumerate(joined)}
 
@@ -131,7 +130,7 @@ def test_a_context_that_gets_full_compiles_nothing(model):
             compiled.append(event)
 
     jax.monitoring.register_event_duration_secs_listener(count)
-    options = {"max_new_tokens": 70, "every_s": 0.0}
+    options = {"max_new_tokens": 70, "chunk": 1}
     for prompt in (PROMPTS[0], PROMPTS[3]):
         # Another way to draw makes new programs.
         stream = stream_tokens(model, [prompt], sampling=Sampling(top_k=len(prompt)), **options)
