@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import jax
@@ -109,54 +109,37 @@ def read(directory: Directory, step: int | None = None) -> Checkpoint:
     """What the newest readable checkpoint says of itself, or the one of `step`, without its arrays.
 
     Raises:
-      FileNotFoundError, ValueError: see `candidates`.
+      FileNotFoundError, ValueError: see `first_sound`.
     """
-    return next(candidates(directory, step)).checkpoint
+    return first_sound(directory, lambda checkpoint, skipped: checkpoint, step)
 
 
 def load(directory: Directory, abstract: Any, step: int | None = None) -> Loaded:
     """Load arrays of the newest checkpoint in which they agree with their digests, or of `step`.
 
     Every process of a run calls, and each gets the result or an error. For the arguments and errors
-    see `candidates` and `load_arrays`.
+    see `first_sound` and `load_arrays`.
     """
-    for candidate in candidates(directory, step):
-        with candidate as checkpoint:
-            state = load_arrays(checkpoint, abstract)
-            return Loaded(state=state, checkpoint=checkpoint, skipped=candidate.skipped)
-    raise AssertionError("unreachable")
+
+    def use(checkpoint: Checkpoint, skipped: Skipped) -> Loaded:
+        state = load_arrays(checkpoint, abstract)
+        return Loaded(state=state, checkpoint=checkpoint, skipped=skipped)
+
+    return first_sound(directory, use, step)
 
 
-@dataclasses.dataclass
-class Candidate:
-    """A checkpoint that a `with` block tries to use; a DamagedError in the block only ends it."""
+def first_sound(
+    directory: Directory, use: Callable[[Checkpoint, Skipped], Result], step: int | None = None
+) -> Result:
+    """What `use` returns for the newest checkpoint of a run in which it finds no damage.
 
-    checkpoint: Checkpoint
-    skipped: Skipped
-    damage: str | None = None  # in words: the error would keep the arrays that were read
-
-    def __enter__(self) -> Checkpoint:
-        return self.checkpoint
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if isinstance(error, DamagedError):
-            self.damage = str(error)
-        return self.damage is not None
-
-
-def candidates(directory: Directory, step: int | None = None) -> Iterator[Candidate]:
-    """The checkpoints of a run, the newest first, until one is used without finding damage:
-
-        for candidate in candidates(directory):
-            with candidate as checkpoint:
-                return load_arrays(checkpoint, abstract)
-
-    The block may call `load_arrays` many times, and so work on a state that is larger than the
-    memory. Where it meets damage, it does so in every process. The loop ends by success or raises.
-    Where a run has saved meanwhile, it begins anew with the newest.
+    It may call `load_arrays` many times, and so work on a state that is larger than the memory.
+    Where it raises DamagedError, it does so in every process, and is called again for the
+    checkpoint before; where a run has saved meanwhile, for the newest.
 
     Args:
       directory: the directory of the checkpoints, usually `<workdir>/checkpoints`.
+      use: takes a checkpoint, and the newer ones that could not be used.
       step: take this checkpoint and no other.
 
     Raises:
@@ -177,14 +160,9 @@ def candidates(directory: Directory, step: int | None = None) -> Iterator[Candid
         number = untried.pop()
         path = root / str(number)
         try:
-            candidate = Candidate(_read_checkpoint(path), tuple(skipped))
+            return use(_read_checkpoint(path), tuple(skipped))
         except DamagedError as error:
-            damage = str(error)
-        else:
-            yield candidate
-            damage = candidate.damage
-            if damage is None:
-                return
+            damage = str(error)  # in words: the error would keep the arrays that were read
         if step is None and (now := steps_of_run(root)) and now[-1] > steps[-1]:
             steps, untried = now, [*now]  # a run goes on here, and deletes older ones
             skipped.clear()

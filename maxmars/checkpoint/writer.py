@@ -19,11 +19,13 @@ from maxmars.checkpoint.environment import environment
 from maxmars.checkpoint.lock import InUseError, acquire, check_together
 from maxmars.checkpoint.reader import (
     FORMAT_VERSION,
+    Checkpoint,
     Directory,
     Loaded,
+    Skipped,
     bytes_in_flight,
-    candidates,
     checksum,
+    first_sound,
     innermost,
     is_committed,
     is_step,
@@ -212,15 +214,17 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             of maxmars.
         """
         self._finish()
-        for candidate in candidates(self._directory, step):
-            with candidate as checkpoint:
-                wanted = abstract_state(checkpoint) if callable(abstract_state) else abstract_state
-                state = load_arrays(checkpoint, wanted, whole=whole)
-                # Not those that are newer alone: in a bucket one may have been completed meanwhile.
-                self._set_aside([damaged for damaged, _ in candidate.skipped])
-                self._on_disk = {checkpoint.step: checkpoint.digest}
-                return Loaded(state=state, checkpoint=checkpoint, skipped=candidate.skipped)
-        raise AssertionError("unreachable")
+
+        def use(checkpoint: Checkpoint, skipped: Skipped) -> Loaded:
+            wanted = abstract_state(checkpoint) if callable(abstract_state) else abstract_state
+            state = load_arrays(checkpoint, wanted, whole=whole)
+            return Loaded(state=state, checkpoint=checkpoint, skipped=skipped)
+
+        loaded = first_sound(self._directory, use, step)
+        # Not those that are newer alone: in a bucket one may have been completed meanwhile.
+        self._set_aside([damaged for damaged, _ in loaded.skipped])
+        self._on_disk = {loaded.checkpoint.step: loaded.checkpoint.digest}
+        return loaded
 
     def close(self) -> None:
         """Wait for the save under way, and let other runs have the directory.

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
-from maxmars.checkpoint import Checkpoint, candidates, find, load_params, read
+from maxmars.checkpoint import Checkpoint, find, first_sound, load_params, read
 from maxmars.config import (
     DataConfig,
     EvalConfig,
@@ -60,6 +60,7 @@ from maxmars.model import hub, huggingface
 from maxmars.model.language_model import LanguageModel, make_model
 from maxmars.model.parameters import Parameters, abstract_module
 
+Result = TypeVar("Result")
 _MOST_PADDING = 256  # rows of a vocabulary are rounded up to a multiple of 64, 128 or 256
 
 
@@ -141,23 +142,24 @@ def load(path: str | Path | Target, *, mesh: Mesh | None = None) -> TrainedModel
     """
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
     target = path if isinstance(path, Target) else find_target(path)
-    for candidate in target.candidates():
-        with candidate as stored:
-            config = target.config(stored)
-            if stored is None:
-                # `tensor` must divide the vocabulary, so pad it; padding changes no result.
-                multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
-                config = dataclasses.replace(config, vocab_pad_multiple=multiple)
-            return TrainedModel(
-                config=config,
-                tokenizer=target.tokenizer(config),
-                params=target.params(stored, config, _abstract_params(config, mesh)),
-                mesh=mesh,
-                name=target.name(stored),
-                origin=target.origin(stored),
-                digest=None if stored is None else stored.digest,
-            )
-    raise AssertionError("unreachable")
+
+    def read_model(stored: Checkpoint | None) -> TrainedModel:
+        config = target.config(stored)
+        if stored is None:
+            # `tensor` must divide the vocabulary, so pad it; padding changes no result.
+            multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
+            config = dataclasses.replace(config, vocab_pad_multiple=multiple)
+        return TrainedModel(
+            config=config,
+            tokenizer=target.tokenizer(config),
+            params=target.params(stored, config, _abstract_params(config, mesh)),
+            mesh=mesh,
+            name=target.name(stored),
+            origin=target.origin(stored),
+            digest=None if stored is None else stored.digest,
+        )
+
+    return target.first_sound(read_model)
 
 
 # --- what a path means ----------------------------------------------------------------------------
@@ -167,11 +169,7 @@ def load(path: str | Path | Target, *, mesh: Mesh | None = None) -> TrainedModel
 class Target:
     """Where a trained model is: a run, one of its checkpoints, or a Hugging Face directory.
 
-    A run may have damaged checkpoints, which only reading finds:
-
-        for candidate in target.candidates():
-            with candidate as stored:
-                return target.params(stored, target.config(stored), abstract)
+    A run may have damaged checkpoints, which only reading finds; `first_sound` leaves them out.
     """
 
     path: str
@@ -185,18 +183,18 @@ class Target:
     snapshot: hub.Snapshot | None = None
     """Where on the hub the model is; None of others."""
 
-    def candidates(self) -> Iterable[contextlib.AbstractContextManager[Checkpoint | None]]:
-        """The checkpoints to try, as `maxmars.checkpoint.candidates` yields them; of a Hugging Face
-        model None, once."""
+    def first_sound(self, use: Callable[[Checkpoint | None], Result]) -> Result:
+        """What `use` returns for the newest checkpoint in which it finds no damage, see
+        `maxmars.checkpoint.first_sound`; or for None, of a Hugging Face model."""
         if self.checkpoints is None:
-            return [contextlib.nullcontext()]
-        return candidates(self.checkpoints, self.step)
+            return use(None)
+        return first_sound(self.checkpoints, lambda stored, skipped: use(stored), self.step)
 
     def recorded_config(self, stored: Checkpoint | None = None) -> Any:
         """The configuration of the model (`ModelConfig`) as its files say it; no code runs.
 
         Args:
-          stored: one of `candidates`; None reads the record of the newest sound one.
+          stored: one of its checkpoints; None reads the record of the newest sound one.
         """
         if self.checkpoints is None:
             return huggingface.read_config(Path(self.directory))
@@ -216,20 +214,20 @@ class Target:
         return recorded_code(config, self.directory, MODEL_SOURCE)
 
     def params(self, stored: Checkpoint | None, config: Any, abstract: Any) -> Any:
-        """The parameters of a candidate like `abstract` ones of this configuration, on devices."""
+        """The parameters of a checkpoint or of the model, on devices as `abstract` says."""
         if stored is None:
             return huggingface.load_params(Path(self.directory), config, abstract)
         return load_params(stored, abstract)
 
     def name(self, stored: Checkpoint | None) -> str:
-        """Name of a candidate, for people."""
+        """Name of the model in a checkpoint, for people."""
         if stored is None:
             return self.directory.name if self.snapshot is None else self.snapshot.name
         evaluated = ", evaluation parameters" if stored.has_evaluation_params else ""
         return f"{self.directory.name}, step {stored.step}{evaluated}"
 
     def origin(self, stored: Checkpoint | None) -> str:
-        """The target that means the same files as a candidate."""
+        """The target that means these files alone."""
         if stored is None:
             return str(self.directory) if self.snapshot is None else self.snapshot.origin
         return str(stored.path)
@@ -412,13 +410,12 @@ def export_model(
     """
     target = find_target(path)
     with _in_the_making(out) as directory, Progress(stderr=True) as status:
-        for candidate in target.candidates():
-            with candidate as stored:
-                exported = _write(directory, target, stored, dtype, max_file_bytes, status)
-                status.update("adding files")
-                add_files(directory, exported)
-                return exported
-    raise AssertionError("unreachable")
+        exported = target.first_sound(
+            lambda stored: _write(directory, target, stored, dtype, max_file_bytes, status)
+        )
+        status.update("adding files")
+        add_files(directory, exported)
+        return exported
 
 
 def _write(
@@ -429,7 +426,7 @@ def _write(
     max_file_bytes: int,
     status: Progress,
 ) -> Exported:
-    """Write weights, configuration and tokenizer of a candidate."""
+    """Write weights, configuration and tokenizer of a checkpoint, or of a Hugging Face model."""
     config = target.config(stored)
     model = _hf_model(target, stored, config)
     num_bytes, notes, tokenizer = model.num_bytes(dtype), [], None
@@ -464,7 +461,7 @@ def _write(
 
 
 def _hf_model(target: Target, stored: Checkpoint | None, config: Any) -> huggingface.HFModel:
-    """A candidate in Hugging Face's terms; its arrays are read one after another."""
+    """The model in Hugging Face's terms; its arrays are read one after another."""
     if stored is None:
         weights = huggingface.open_weights(Path(target.directory), config)
         return huggingface.gpt2_model(

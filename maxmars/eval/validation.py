@@ -17,7 +17,7 @@ from jaxtyping import Array, Int32, Shaped
 from maxmars.config import ModelConfig
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words
 from maxmars.data.batches import UNKNOWN_TOKENIZER
-from maxmars.data.tokenizer import Vocabulary, tokenizer_of_tokens
+from maxmars.data.tokenizer import GPT2Tokenizer, Vocabulary, tokenizer_of_tokens
 from maxmars.distributed import processes, sharding
 from maxmars.model.language_model import make_model, token_losses
 
@@ -86,6 +86,10 @@ def bytes_of_data(
     """
     table = None
     if processes.is_primary() and vocabulary.tokenizer != UNKNOWN_TOKENIZER:
+        if vocabulary.tokenizer == GPT2Tokenizer.name and vocabulary.digest is None:
+            # Other programs' tokens bring no vocabulary, and a network without an answer takes
+            # minutes to say so.
+            log("bits per byte need GPT-2's vocabulary: TIKTOKEN_CACHE_DIR, else the network")
         try:
             table = tokenizer_of_tokens(vocabulary).bytes_of_tokens().tolist()
         except EXTERNAL_ERRORS as error:

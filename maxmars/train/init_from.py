@@ -112,20 +112,21 @@ def _read_parts(
     target: Target, config: TrainConfig, abstract: TrainState, *, optimizer_state: bool
 ) -> tuple[dict[str, Any], str]:
     """The fields of the state that come from a target, and where they were read."""
-    for candidate in target.candidates():
-        with candidate as saved:
-            model, origin = target.recorded_config(saved), target.origin(saved)
-            _check_model(origin, model, config.model)
-            if saved is None:  # is read with our padding
-                padding = getattr(config.model, "vocab_pad_multiple", 1)
-                model = dataclasses.replace(model, vocab_pad_multiple=padding)
-            if not optimizer_state or saved is None:
-                as_stored = _as_stored(abstract.params, model)
-                return {"params": target.params(saved, model, as_stored)}, origin
-            wanted = {name: getattr(abstract, name) for name in _WITH_OPTIMIZER}
-            _check_optimizer(saved, config, leaf_types(wanted))
-            return load_arrays(saved, wanted), origin
-    raise AssertionError("unreachable")
+
+    def read_fields(saved: Checkpoint | None) -> tuple[dict[str, Any], str]:
+        model, origin = target.recorded_config(saved), target.origin(saved)
+        _check_model(origin, model, config.model)
+        if saved is None:  # is read with our padding
+            padding = getattr(config.model, "vocab_pad_multiple", 1)
+            model = dataclasses.replace(model, vocab_pad_multiple=padding)
+        if not optimizer_state or saved is None:
+            as_stored = _as_stored(abstract.params, model)
+            return {"params": target.params(saved, model, as_stored)}, origin
+        wanted = {name: getattr(abstract, name) for name in _WITH_OPTIMIZER}
+        _check_optimizer(saved, config, leaf_types(wanted))
+        return load_arrays(saved, wanted), origin
+
+    return target.first_sound(read_fields)
 
 
 def _no_optimizer_state(path: Any) -> ValueError:

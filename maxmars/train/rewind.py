@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from maxmars.checkpoint import Checkpoint, candidates, find, list_steps
+from maxmars.checkpoint import Checkpoint, find, first_sound, list_steps
 from maxmars.checkpoint.journal import (
     Line,
     Rewound,
@@ -92,11 +92,11 @@ def rewind(
 
 
 def _sound(checkpoints: Any, step: int) -> Checkpoint:
-    for candidate in candidates(checkpoints, step):
-        with candidate as checkpoint:
-            check_arrays(checkpoint)
-            return checkpoint
-    raise AssertionError("unreachable")
+    def use(checkpoint: Checkpoint, skipped: Any) -> Checkpoint:
+        check_arrays(checkpoint)
+        return checkpoint
+
+    return first_sound(checkpoints, use, step)
 
 
 def _append(directory: Any, line: Line) -> None:

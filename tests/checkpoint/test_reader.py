@@ -31,8 +31,8 @@ from states import (
 
 from maxmars.checkpoint import (
     Checkpointer,
-    candidates,
     find,
+    first_sound,
     list_steps,
     load,
     load_arrays,
@@ -91,13 +91,15 @@ def test_one_array_after_the_other_from_the_newest_sound_checkpoint(saved, copy)
     for file in data_files(copy / "2"):  # the order of arrays within them is by chance
         file.write_bytes(file.read_bytes()[:100])
     wanted = abstract(saved[1][1]["params"])
-    for candidate in candidates(copy):
-        with candidate as checkpoint:
-            arrays = {}
-            for name, leaf in wanted.items():
-                arrays |= load_arrays(checkpoint, {"params": {name: leaf}})["params"]
-    ((skipped, why),) = candidate.skipped
-    assert (checkpoint.step, skipped) == (1, 2)
+
+    def use(checkpoint, skipped):
+        arrays = {}
+        for name, leaf in wanted.items():
+            arrays |= load_arrays(checkpoint, {"params": {name: leaf}})["params"]
+        return arrays, checkpoint.step, skipped
+
+    arrays, step, ((skipped, why),) = first_sound(copy, use)
+    assert (step, skipped) == (1, 2)
     assert "state" in why
     assert_same(arrays, saved[1][1]["params"])
 
@@ -163,15 +165,17 @@ def test_flipped_bits_are_caught_or_harmless(saved, copy):
 
 def test_a_reader_beside_a_run_takes_what_was_saved_meanwhile(saved, copy, caplog):
     wanted = abstract(saved[1][2])
-    for candidate in candidates(copy):
-        with candidate as checkpoint:
-            if checkpoint.step == 2:  # the run saves step 3, and keeps that alone
-                shutil.copytree(copy / "2", copy / "3")
-                change_meta(copy / "3", lambda meta: meta.update(step=3))
-                for step in "12":
-                    shutil.rmtree(copy / step)
-            state = load_arrays(checkpoint, wanted)
-    assert (checkpoint.step, candidate.skipped) == (3, ())
+
+    def use(checkpoint, skipped):
+        if checkpoint.step == 2:  # the run saves step 3, and keeps that alone
+            shutil.copytree(copy / "2", copy / "3")
+            change_meta(copy / "3", lambda meta: meta.update(step=3))
+            for step in "12":
+                shutil.rmtree(copy / step)
+        return load_arrays(checkpoint, wanted), checkpoint.step, skipped
+
+    state, *used = first_sound(copy, use)
+    assert used == [3, ()]
     assert_same(state, saved[1][2])
     assert caplog.text == ""
 
