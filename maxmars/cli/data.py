@@ -106,8 +106,8 @@ class PrepareArguments(CheckedConfig):
     """The token of a tokenizer.json that ends a document; by default the one that the files beside
     it name, or else <|endoftext|>."""
     allow_lossy: bool = False
-    """Go on where the tokenizer cannot spell more than 1 % of the characters of the first texts, or
-    more than 1 % of their tokens are unknown; inspect says how many."""
+    """Go on where the tokenizer cannot spell more than 1 % of the characters of a sample of the
+    text; inspect says how many."""
     workers: NotNegative[int] | None = None
     """Processes that tokenise; None takes as many as there are cores, 0 starts none."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None

@@ -248,7 +248,8 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     )
     if processes.is_primary():
         rich.print(report.table())
-        print(*report.notes(), sep="\n")
+        for note in report.notes():
+            print(note)
     if arguments.output is not None:
         report.write(arguments.output)
 

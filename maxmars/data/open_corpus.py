@@ -150,7 +150,7 @@ class TfdsCorpus(Corpus):
             raise ValueError(f"tfds:{name}: it {no_field(text_field, features)}")
         is_slice = "[" in split
         lengths = [int(part.num_examples)] if is_slice else list(part.shard_lengths)
-        total = None if is_slice else int(part.num_bytes)
+        total = None if is_slice else int(part.num_bytes) or None  # 0 where TFDS does not know
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
         self.files = [
             CorpusFile(
@@ -162,7 +162,8 @@ class TfdsCorpus(Corpus):
         ]
         self.fingerprint = f"{self.files[0].name} {self._starts} {text_field}"
         for own in _OWN_VALIDATION:
-            if own in builder.info.splits and own not in split:
+            is_part = own in split or re.match(r"all\b", split)
+            if own in builder.info.splits and not is_part:
                 self.validation_source = f"tfds:{name}:{own}"
                 break
 

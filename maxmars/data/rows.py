@@ -213,7 +213,7 @@ def decompressed(raw: io.BufferedReader, compression: str) -> io.BufferedReader:
     return io.BufferedReader(opened, BLOCK_BYTES)
 
 
-# --- Stretches of bytes --------------------------------------------------------------------------
+# --- Ranges of bytes --------------------------------------------------------------------------
 
 
 def _first_after(file: io.BufferedReader, mark: bytes, position: int, end: int) -> int:

@@ -27,7 +27,7 @@ import numpy as np
 from maxmars.config.errors import in_words
 from maxmars.data.corpus import Corpus, Document, FileRange, bounds_in_text
 from maxmars.data.metadata import Shard
-from maxmars.data.rows import Skipped
+from maxmars.data.rows import OnBad, Skipped
 from maxmars.data.tokenizer import JsonTokenizer, Loss, Tokenizer
 from maxmars.distributed.files import Workdir, is_remote, reporting
 
@@ -100,7 +100,8 @@ def divide(corpus: Corpus, *, task_bytes: int | None, held_out: float) -> list[T
 
 
 def _ranges_of(corpus: Corpus, number: int, task_bytes: int, cut: float) -> Iterator[FileRange]:
-    """A file, in equal ranges of at most a task; no range has text of both splits."""
+    """A file, in equal ranges of at most a task if it is divisible; then no range has text of both
+    splits."""
     file = corpus.files[number]
     if not file.is_divisible:
         yield FileRange(number)
@@ -196,12 +197,13 @@ class Recipe:
         Raises:
           ValueError: it is more than 1 %, which `allow_lossy` does not allow.
         """
-        if not isinstance(self.tokenizer, JsonTokenizer):
-            return None  # there is a token for each byte
+        if not isinstance(self.tokenizer, JsonTokenizer) or not self.corpus.files:
+            return None  # else there is a token for each byte
+        leave_out: OnBad | None = (lambda error: None) if self.skip_bad else None
         last, texts = len(self.corpus.files) - 1, list[str]()
         for file in sorted({last * i // (_SAMPLED_FILES - 1) for i in range(_SAMPLED_FILES)}):
             wanted = _SAMPLED_CHARACTERS // _SAMPLED_FILES
-            documents = self.corpus.read(FileRange(file), lambda error: None)
+            documents = self.corpus.read(FileRange(file), leave_out)
             for text in (text for document in documents for text in document.blocks):
                 texts.append(text[:wanted])
                 wanted -= len(texts[-1])
@@ -308,10 +310,14 @@ def write_task(
             for split in SPLITS
         }
         for part in task.ranges:
-            for document in task.corpus.read(part, on_bad):
+            for read in task.corpus.read(part, on_bad):
+                # One that fills a split is read twice.
+                document = replace(read, blocks=("".join(read.blocks),)) if fill else read
                 by_split = _by_split(task, part, document)
-                split, _ = by_split[0]
-                if fill and split != fill.split and writers[split].num_documents == fill.number:
+                split, first = by_split[0]
+                is_whole = first.first and first.last
+                number_there = writers[split].num_documents
+                if fill and is_whole and split != fill.split and number_there == fill.number:
                     by_split = [(fill.split, document)]
                     if fill.is_only:
                         by_split = _head_and_tail(document, task.cut)

@@ -568,7 +568,8 @@ def copy_tokenizer(vocabulary: Vocabulary, directory: Workdir) -> None:
     """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
     if vocabulary.place is not None:
         files = _read(vocabulary.place)
-        files = replace(files, end=files.end or END_OF_TEXT)
+        known = {} if files.content is None else _vocabulary(parse_json(files.content))
+        files = replace(files, end=_end_of(files, known))
         if vocabulary.tokenizer == JsonTokenizer.name:
             _check_digest(vocabulary, _digest([files.content or b"", str(files.end).encode()]))
     elif vocabulary.tokenizer == ByteTokenizer.name:
@@ -671,9 +672,7 @@ def _open(files: TokenizerFiles, eot_token: str | None = None, *, built_in: bool
     else:
         fields = parse_json(files.content)
         vocabulary = _vocabulary(fields)
-        token_of = {number: token for token, number in vocabulary.items()}
-        named = [files.end, *map(token_of.get, files.end_ids)]
-        end = eot_token or next((token for token in named if token in vocabulary), END_OF_TEXT)
+        end = eot_token or _end_of(files, vocabulary)
         is_candidate = built_in and vocabulary and end == END_OF_TEXT
         tokens = _plain_tokens(fields, vocabulary) if is_candidate else []
         match _digest(tokens):
@@ -682,9 +681,16 @@ def _open(files: TokenizerFiles, eot_token: str | None = None, *, built_in: bool
             case GPT2Tokenizer.digest:
                 tokenizer = GPT2Tokenizer({token: i for i, token in enumerate(tokens[:-1])})
             case _:
-                tokenizer = JsonTokenizer(files.content, str(end))
+                tokenizer = JsonTokenizer(files.content, end)
     tokenizer.files = files
     return tokenizer
+
+
+def _end_of(files: TokenizerFiles, vocabulary: Mapping[str, int]) -> str:
+    """The token that ends a document: the first one that the files name and the vocabulary has."""
+    token_of = {number: token for token, number in vocabulary.items()}
+    named = [files.end, *map(token_of.get, files.end_ids)]
+    return next((token for token in named if token in vocabulary), END_OF_TEXT)
 
 
 def _vocabulary(fields: Any) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -84,13 +85,16 @@ def bytes_of_data(
     None where the tokenizer is unknown, or process 0, which alone opens it, cannot (its library is
     not installed, a vocabulary is not there): `log` is told why.
     """
-    table = None
-    if processes.is_primary() and vocabulary.tokenizer != UNKNOWN_TOKENIZER:
-        if vocabulary.tokenizer == GPT2Tokenizer.name and vocabulary.digest is None:
-            # Other programs' tokens bring no vocabulary, and a network without an answer takes
-            # minutes to say so.
-            log("bits per byte need GPT-2's vocabulary: TIKTOKEN_CACHE_DIR, else the network")
+    table, name = None, vocabulary.tokenizer
+    if processes.is_primary() and name != UNKNOWN_TOKENIZER:
         try:
+            # A start does not wait for a network, which may take minutes to give no answer.
+            has_files = vocabulary.digest is not None or name != GPT2Tokenizer.name
+            if not has_files and not os.environ.get("TIKTOKEN_CACHE_DIR"):
+                raise ValueError(
+                    "other programs' tokens bring no vocabulary; set TIKTOKEN_CACHE_DIR to a "
+                    "directory with GPT-2's, which tiktoken fills"
+                )
             table = tokenizer_of_tokens(vocabulary).bytes_of_tokens().tolist()
         except EXTERNAL_ERRORS as error:
             log(f"no bits per byte: {in_words(error)}")

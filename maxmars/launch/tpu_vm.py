@@ -437,7 +437,6 @@ class Launcher:
         self._tpu, self._job = options, job
         self._answered = False  # whether gcloud has answered
         self._starts = 0  # of the run, seen or made here, and creations for lack of capacity
-        self._failures = 0  # of ssh, one after another
         self._seen = 0  # lines of the first host's log
         self._forget_hosts()
         self._cost = f"The TPU costs until `maxmars launch tpu-vm delete {options.where}`."
@@ -446,6 +445,7 @@ class Launcher:
         self._is_new = False  # whether this program has created the TPU, and started nothing yet
         self._has_files = False  # whether the hosts have: then ssh has worked
         self._is_under_way = False
+        self._failures = 0  # of ssh, one after another
 
     def run(self) -> int:
         """Run to the end; the exit code: 0 when all steps are done, 75 after `stop`.
@@ -475,7 +475,8 @@ class Launcher:
                         f"{self._tpu.name} is of no use: {state.text}. Delete it with `maxmars "
                         f"launch tpu-vm delete {self._tpu.where}` and launch again."
                     )
-                case _:
+                case _:  # while it is repaired, too, after which the disks may be new
+                    self._has_files = self._is_under_way = False
                     time.sleep(self._tpu.poll_s)
 
     def _bring_hosts_on(self, hosts: int) -> int | None:
@@ -491,7 +492,6 @@ class Launcher:
             if self._is_under_way:
                 return self._watch(hosts)
             states = self._on_all("status", hosts)
-            self._failures = 0
             if all(map(_is_under_way, states.values())):
                 log(f"the run is already under way on {hosts} hosts")
                 self._starts = max(self._starts, 1)
@@ -500,6 +500,7 @@ class Launcher:
                     self._count_start("not every host has a process")
                 self._start(states, hosts)
             self._is_new, self._is_under_way, self._seen = False, True, 0
+            self._failures = 0
         except UnreachedError as error:
             self._failures += 1
             if self._failures == _SSH_TRIES:
@@ -507,20 +508,25 @@ class Launcher:
                     f"{error}; if they stay away, `maxmars launch tpu-vm delete {self._tpu.where}`"
                     f", and the same command then makes a new TPU with other hosts. {self._cost}"
                 ) from error
+            log(f"{error}; trying again")
             time.sleep(self._tpu.poll_s)
         return None
 
     def _watch(self, hosts: int) -> int | None:
         """Show the first host's log; the exit code when the run has ended on all hosts."""
-        ended, self._seen = self._tpu.follow_log(self._seen)
+        seen = self._seen
+        ended, self._seen = self._tpu.follow_log(seen)
         states = self._on_all(f"wait {_END_S}" if ended else "status", hosts)
         self._failures = 0
-        if not ended or all(map(_is_under_way, states.values())):  # or the connection broke
+        is_cut = not ended and self._seen > seen  # there are more lines
+        if is_cut or all(map(_is_under_way, states.values())):
             time.sleep(self._tpu.poll_s)  # as the hosts do between two starts
             return None
+        if self._ask(self._tpu.state).phase != "ready":
+            return None
+        code = self._end(states, hosts)
         self._is_under_way = False
-        is_there = self._ask(self._tpu.state).phase == "ready"
-        return self._end(states, hosts) if is_there else None
+        return code
 
     def _end(self, states: Mapping[str, str], hosts: int) -> int | None:
         """The exit code, as of `run`, where the run has ended on all hosts; None where hosts have
@@ -579,7 +585,7 @@ class Launcher:
     def _create(self) -> None:
         """Create the TPU, if there is capacity."""
         tpu, is_first = self._tpu, not self._starts
-        self._count_start("the TPU was preempted")
+        self._count_start("the TPU is not there")
         verb = "asking for" if tpu.queued else "creating"
         count = "a" if tpu.num_slices == 1 else f"{tpu.num_slices} slices of"
         log(f"{tpu.name}: {verb} {count} {'spot ' if tpu.spot else ''}{tpu.accelerator}")

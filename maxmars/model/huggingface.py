@@ -32,6 +32,7 @@ from jax.sharding import SingleDeviceSharding
 from maxmars.config import GPT2Config
 from maxmars.config.checks import read_as
 from maxmars.config.errors import about
+from maxmars.distributed import processes
 from maxmars.distributed.files import read_json_object, write_json
 from maxmars.model.parameters import Parameters
 
@@ -230,6 +231,12 @@ def open_weights(directory: Path, config: GPT2Config) -> dict[str, StoredArray]:
     by_name = {name.removeprefix(_PREFIX): array for name, array in stored.items()}
     if len(by_name) < len(stored):
         raise ValueError(f"{directory} has arrays twice, with and without the prefix {_PREFIX!r}.")
+    layers = {name.split(".")[1] for name in by_name if name.startswith("h.")}
+    if len(layers) < config.num_layers:  # before arrays of so many layers are listed
+        raise ValueError(
+            f"{directory} holds {len(layers)} layers, but its config.json or the configuration "
+            f"describes {config.num_layers}."
+        )
     head = by_name.pop(_HEAD, None)
     layouts = list(hf_layouts(config))
     shapes = {name: layout.shape for layout in layouts for name in layout.names}
@@ -299,9 +306,19 @@ def load_params(directory: str | Path, config: GPT2Config, abstract_params: Any)
     weights = open_weights(Path(directory), config)
     layouts = {layout.path: layout for layout in hf_layouts(config)}
     leaves: dict[Any, Any] = flatten_dict(abstract_params)
-    return unflatten_dict(
-        {path: _load(layouts[path], weights, leaf) for path, leaf in leaves.items()}
-    )
+    params, problem = {}, None
+    try:
+        params = {path: _load(layouts[path], weights, leaf) for path, leaf in leaves.items()}
+    except ValueError as error:
+        problem = error
+    devices = {d for leaf in leaves.values() if leaf.sharding for d in leaf.sharding.device_set}
+    is_shared = len({device.process_index for device in devices}) > 1
+    # One process alone may have the rows in which a number is not finite.
+    if is_shared and not processes.all_processes(problem is None) and problem is None:
+        problem = ValueError(f"another process could not read its part of {directory}.")
+    if problem is not None:
+        raise problem
+    return unflatten_dict(params)
 
 
 def _load(

@@ -89,15 +89,16 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def _put_remat(config: ModuleConfig, module: Any) -> None:
-    policies = (*getattr(module, "remat_policies", ()),)
-    if config.remat not in ((None, "auto", *policies) if policies else (None,)):
+    if config.remat is None:
+        return  # a module may have chosen its own
+    policies = tuple(getattr(module, "remat_policies", None) or ())
+    if not policies or config.remat not in ("auto", *policies):
         raise wrong(
             config,
             f"model.remat={config.remat!r} is none of the remat_policies of the "
             f"{type(module).__name__}: {', '.join((*policies, 'auto')) if policies else 'none'}",
         )
-    if policies:
-        module.remat = None if config.remat == "auto" else config.remat
+    module.remat = None if config.remat == "auto" else config.remat
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -67,6 +67,19 @@ def test_no_split_stays_empty(tmp_path, count, fraction):
     assert sorted(train + val) == sorted(texts)
 
 
+@pytest.mark.parametrize("ending", [".txt", ".txt.gz"])
+def test_a_text_whose_end_is_blank_is_in_one_split_or_the_other(tmp_path, ending):
+    import gzip
+
+    for i in range(2):
+        content = (f"line {i}\n" * 40 + "\n" * 400).encode()
+        content = gzip.compress(content) if ending == ".txt.gz" else content
+        (tmp_path / f"{i}{ending}").write_bytes(content)
+    train, val = prepare(tmp_path / f"*{ending}", tmp_path / "out")
+    assert [text.strip()[:6] for text in (*train, *val)] == ["line 0", "line 1"]
+    assert val
+
+
 @pytest.mark.parametrize("blank", [[], [" \n"]])
 def test_the_end_of_the_only_row_is_held_out(tmp_path, blank):
     text = "".join(f"line {i}\n" for i in range(100))

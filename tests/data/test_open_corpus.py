@@ -139,9 +139,11 @@ def test_the_own_validation_split_of_a_set(tmp_path, capsys, splits, words, comm
 def test_the_validation_split_of_a_set_as_its_text(tmp_path):
     """It is not for validation as well."""
     directory = write_prose(tmp_path, "array_record", validation=TEXTS[:40])
-    for split in ("validation", "train+validation"):
+    for split in ("validation", "train+validation", "all"):
         corpus = open_corpus(f"tfds:made_up:{split}", data_dir=directory)
         assert corpus.validation_source is None
+    both = open_corpus("tfds:made_up:train+validation", data_dir=directory)
+    assert {file.num_bytes for file in both.files} == {None}  # TFDS does not know the size
 
 
 def write_parquet(path, rows, field="text"):

@@ -9,7 +9,9 @@ from running import train_here, write_config
 
 from maxmars.cli import main
 from maxmars.data.metadata import read_metadata
+from maxmars.data.tokenizer import Vocabulary
 from maxmars.eval import load
+from maxmars.eval.validation import bytes_of_data
 
 TEXTS = [f"Café number {i}, naïve 日本 and {'so ' * (i % 7)}on.\n" for i in range(300)]
 WINDOWS, LENGTH = 20, 16
@@ -47,6 +49,14 @@ def plain(model, stream):
     assert 0 < is_text.sum() < len(targets)
     num_bytes = len(model.tokenizer.decode(targets[is_text]).encode())
     return -log_likelihoods.mean(), -log_likelihoods[is_text].sum() / math.log(2) / num_bytes
+
+
+def test_tokens_without_a_vocabulary_do_not_wait_for_a_network(monkeypatch):
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    said = []
+    assert bytes_of_data(Vocabulary(tokenizer="gpt2", size=50257), said.append) is None
+    assert "TIKTOKEN_CACHE_DIR" in said[0]
+    assert bytes_of_data(Vocabulary(tokenizer="byte", size=257), said.append).sum() == 256
 
 
 @pytest.mark.seconds

@@ -136,6 +136,14 @@ def test_a_model_without_biases_takes_zeros_only(tmp_path):
         load(write_hf(tmp_path / "biased", hf_fields(BASE), arrays), config)
 
 
+def test_a_config_of_more_layers_than_the_files_have(tmp_path):
+    """Of a billion, whose names would fill the memory."""
+    config = dataclasses.replace(BASE, num_layers=10**9)
+    folder = write_hf(tmp_path, hf_fields(BASE), hf_arrays(BASE))
+    with refused(ValueError, str(tmp_path), "1000000000"):
+        huggingface.open_weights(folder, config)
+
+
 def changed(name, change):
     def change_arrays(arrays):
         result = change(arrays.pop(name))

@@ -97,12 +97,12 @@ def test_those_that_need_more(make, words):
 
 @pytest.mark.parametrize("make", ["optax.contrib:adoptt", "optaxx:adam", "optax:contrib"])
 def test_there_is_none_of_this_name(make):
-    with refused(ValueError, f"optimizer.make={make}", make.partition(":")[2]):
+    with refused(ValueError, f"optimizer.make={make!r}", make.partition(":")[2]):
         named(make)
 
 
 def test_a_model_is_named_by_its_file_alone():
-    with refused(ValueError, "model.make='flax.nnx:Linear'", "optimizer.make alone"):
+    with refused(ValueError, "model.make='flax.nnx:Linear'", "my_model.py:make"):
         ModuleConfig(make="flax.nnx:Linear", vocab_size=8, max_seq_len=8)
 
 
