@@ -60,7 +60,8 @@ def make_eval_step(
         rows = {name: array[0] for name, array in batch.items()}
         mask, targets = rows.pop("mask")[:, 1:], rows["tokens"][:, 1:]
         losses = token_losses(make_model(config, params), **rows)
-        nats = losses * mask.astype(losses.dtype)
+        # Without the barrier XLA computes the losses anew for each of the two sums of them.
+        nats = jax.lax.optimization_barrier(losses * mask.astype(losses.dtype))
         # The count of a bool mask is exact, also above 2**24.
         count_type = jnp.int32 if mask.dtype == jnp.bool else jnp.float32
         sums = {"nats": nats.sum(), "weight": mask.sum(dtype=count_type)}
