@@ -17,8 +17,7 @@ from collections.abc import Callable, Generator
 from types import TracebackType
 
 import rich.console
-import rich.live
-import rich.progress_bar
+import rich.progress
 import rich.table
 import rich.text
 
@@ -27,8 +26,6 @@ from maxmars.distributed.exits import leaving_at_once
 from maxmars.distributed.files import LineFile, Workdir
 from maxmars.distributed.workdir import LOGS, of_process
 
-_PLAIN_EVERY_S = 10.0, 60.0  # at first, and after an hour and a half
-_BAR_WIDTH = 20
 _DELAY_S = 2.0
 _LOGGER = logging.getLogger("maxmars")
 
@@ -45,13 +42,27 @@ class _Warnings(logging.Handler):
             self._show(record.getMessage())
 
 
+class _Time(rich.progress.ProgressColumn):
+    """Time left of a task whose parts are counted, time so far of another one."""
+
+    def render(self, task: rich.progress.Task) -> rich.text.Text:
+        return rich.text.Text(_time_of(task))
+
+
+def _time_of(task: rich.progress.Task) -> str:
+    if task.total is None:
+        return duration(task.elapsed or 0)
+    left = task.time_remaining
+    return f"ETA {duration(float(left))}" if left else ""
+
+
 class Progress(contextlib.AbstractContextManager["Progress"]):
     """Progress of one task after another.
 
-    On a terminal it is one live line with a bar, above which the lines to keep stay. Elsewhere it
-    is a line with the time every 10 seconds, in a long run every minute, besides the lines to keep.
-    Notebooks are no terminals. Within its `with` block the warnings that maxmars logs, such as of a
-    damaged checkpoint, are lines like the others.
+    On a terminal it is rich's live row with a bar, which goes away at the end; above it stay the
+    lines to keep. Elsewhere it is a line with the time every 10 seconds, in a long run every
+    minute, besides the lines to keep. Notebooks are no terminals. Within its `with` block the
+    warnings that maxmars logs, such as of a damaged checkpoint, are lines like the others.
     """
 
     def __init__(
@@ -65,9 +76,9 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         """Show progress on `console`.
 
         Args:
-          stderr: print to standard error, where the output of the command is for other programs;
-            the live line goes away at the end, and a task of less than two seconds shows nothing.
-          quiet: print no lines; on a terminal show only the live line, which goes away at the end.
+          stderr: print to standard error, where the output of the command is for other programs; a
+            task of less than two seconds shows nothing.
+          quiet: print no lines; on a terminal show only the live row.
           console: instead of standard output or error.
           clock: in seconds.
         """
@@ -79,10 +90,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         )
         self._clock, self._start = clock, clock()
         self._stderr, self._quiet = stderr, quiet
-        self._pace: tuple[int | None, int, float] = (None, 0, 0.0)  # total, first done, its time
-        self._last_done = 0
         self._last_line: float | None = None
-        self._is_kept = False  # whether the live line also stays above it
         jax = sys.modules.get("jax")  # asking it more would start its devices, or load it
         self._is_primary = (
             jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
@@ -90,9 +98,20 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._is_live = (
             self._is_primary and self._console.is_terminal and not self._console.is_dumb_terminal
         )
+        self._rows = rich.progress.Progress(
+            rich.progress.BarColumn(bar_width=20),  # narrower where the text needs the place
+            rich.progress.TextColumn("{task.description}", markup=False),
+            _Time(rich.table.Column(no_wrap=True)),
+            console=self._console,
+            refresh_per_second=4,
+            speed_estimate_period=3600.0,
+            transient=True,
+            get_time=clock,
+            disable=not self._is_live,
+        )
+        self._task: rich.progress.Task | None = None
         self._early: list[str] = []  # lines before `copy_to`
         self._copy: Callable[[str], None] = self._early.append
-        self._live: rich.live.Live | None = None
         self._warnings = _Warnings(self.message)
         self._handlers, self._propagates = _LOGGER.handlers[:], _LOGGER.propagate
 
@@ -108,13 +127,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._copy = write
 
     def update(
-        self,
-        text: str,
-        done: int | None = None,
-        total: int | None = None,
-        *,
-        seconds_left: float | None = None,
-        keep: bool = False,
+        self, text: str, done: int = 0, total: int | None = None, *, keep: bool = False
     ) -> None:
         """Show how far the task is.
 
@@ -122,71 +135,53 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
           text: what to show.
           done: number of parts that are done, such as steps; a smaller one than before, or another
             `total`, begins another task.
-          total: number of all parts.
-          seconds_left: an estimate to show as long as the pace is not known.
+          total: number of all parts; None where they are not counted.
           keep: print this line also where the next one would soon take its place.
         """
-        now = self._clock()
-        first_every, last_every = _PLAIN_EVERY_S
-        every = min(max(first_every, (now - self._start) / 100), last_every)
-        if done is not None and total is not None:
-            if self._pace[0] != total or done < self._last_done:
-                self._pace = (total, done, now)
-            self._last_done = done
-            _, first, since = self._pace
-            if done > first:
-                seconds_left = (total - done) * (now - since) / (done - first)
-            if seconds_left is not None and done < total:
-                text = f"{text}  ETA {duration(seconds_left)}"
+        task = self._task
+        if task is None or total != task.total or done < task.completed:
+            if task is not None:
+                self._rows.remove_task(task.id)
+            self._rows.add_task(text, total=total, completed=done)
+            task = self._task = self._rows.tasks[-1]
+            self._rows.advance(task.id, 0)  # the pace is reckoned from here
+        self._rows.update(task.id, description=text, completed=done)
         if self._stderr and self.elapsed_s < _DELAY_S:
             return
-        due = self._last_line is None or now - self._last_line >= every
-        self._is_kept = keep
-        if due or keep or (done is not None and done == total):
-            self._last_line = now
-            self._copy(text)
-            if keep or not self._is_live:
-                self._print(text)
-        if self._is_live:
-            if self._live is None:
-                self._live = rich.live.Live(
-                    console=self._console, auto_refresh=False, transient=self._quiet or self._stderr
-                )
-                self._live.start()
-            self._live.update(self._with_bar(text, done, total), refresh=True)
+        if total is not None:
+            text = f"{text}  {_time_of(task)}".rstrip()
+        self._show(text, keep=keep)
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Generator[None]:
-        """Show `text` and the seconds so far while the block runs, which may be one long call such
-        as a compilation; on a terminal the live line then goes away."""
-        began, done = self._clock(), threading.Event()
+        """Show `text` if the block, which may be one long call such as a compilation, takes more
+        than two seconds; on a terminal with the seconds so far."""
+        row = self._rows.add_task(text, total=None, visible=False)
 
         def show() -> None:
-            with contextlib.suppress(OSError):  # nobody reads it
-                while not done.wait(0.2):
-                    if (seconds := self._clock() - began) > _DELAY_S / 2:
-                        self.update(f"{text}, {seconds:.0f} s")
+            self._rows.update(row, visible=True)
+            self._show(text)
 
-        thread = threading.Thread(target=show, daemon=True, name="waiting")
-        thread.start()
+        timer = threading.Timer(_DELAY_S, show)
+        timer.daemon = True
+        timer.start()
         try:
             yield
         finally:
-            done.set()
-            thread.join()
+            timer.cancel()
+            timer.join()
             self.close()
+            self._rows.remove_task(row)
 
     def message(self, text: str) -> None:
-        """Print lines; on a terminal, above the live one."""
+        """Print lines; on a terminal, above the live row."""
         self._copy(text)
         self._print(text)
 
     def close(self) -> None:
-        """End the live line, which stays on the screen as it is unless it does above."""
-        if self._live is not None:
-            self._live.transient |= self._is_kept
-            self._live.stop()
-            self._live = None
+        """Take the live row away."""
+        if self._is_live:
+            self._rows.stop()
 
     def __enter__(self) -> Progress:
         self._handlers, self._propagates = _LOGGER.handlers[:], _LOGGER.propagate
@@ -199,6 +194,16 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     def __exit__(self, *_: object) -> None:
         self.close()
         _LOGGER.handlers[:], _LOGGER.propagate = self._handlers, self._propagates
+
+    def _show(self, line: str, *, keep: bool = False) -> None:
+        """Show the live rows, or where there are none now and then the line."""
+        now, every = self._clock(), min(max(10.0, self.elapsed_s / 100), 60.0)
+        if keep or self._last_line is None or now - self._last_line >= every:
+            self._last_line = now
+            self._copy(line)
+            if keep or not self._is_live:
+                self._print(line)
+        self._rows.start()
 
     def _print(self, text: str) -> None:
         if self._quiet or not self._is_primary:
@@ -218,17 +223,6 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             break_long_words=False,
             break_on_hyphens=False,
         )
-
-    def _with_bar(
-        self, line: str, done: int | None, total: int | None
-    ) -> rich.console.RenderableType:
-        text = rich.text.Text(line, no_wrap=True, overflow="ellipsis")
-        width = min(_BAR_WIDTH, self._console.width - len(line) - 2)
-        if done is None or not total or width < _BAR_WIDTH // 2:
-            return text
-        row = rich.table.Table.grid(padding=(0, 2, 0, 0))
-        row.add_row(rich.progress_bar.ProgressBar(total, done, width), text)
-        return row
 
 
 @contextlib.contextmanager

@@ -146,17 +146,16 @@ class Terminal(Sink):
             self._progress.message(f"first step after {seconds:.1f} s")
         if "train/loss" not in metrics:
             return
-        num_steps, step_time = self._num_steps, metrics.get("perf/step_time")
+        num_steps = self._num_steps
         line = f"step {step:>{len(str(num_steps))}}/{num_steps}  loss {metrics['train/loss']:.4f}"
         if "perf/tokens_per_sec" in metrics:
             line += f"  {short(metrics['perf/tokens_per_sec'])} tok/s"
         if "perf/mfu" in metrics:
             line += f"  MFU {metrics['perf/mfu']:.1%}"
-        seconds_left = None if step_time is None else (num_steps - step) * step_time
         # About 100 lines of a run stay in the terminal, more at its start.
         stride = self._every * math.ceil(num_steps / (100 * self._every))
         keep = step % stride == 0 or step == num_steps or str(step).rstrip("0") in ("1", "2", "5")
-        self._progress.update(line, step, num_steps, seconds_left=seconds_left, keep=keep)
+        self._progress.update(line, step, num_steps, keep=keep)
 
 
 class Foreign(Sink):

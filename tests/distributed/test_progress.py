@@ -38,24 +38,28 @@ def without_times(text):
     return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in text.splitlines()]
 
 
+def without_escapes(text):
+    return re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", text).replace("\r", "\n")
+
+
 def test_plain_lines_away_from_a_terminal():
     clock = Clock()
     progress, output = on_file(clock)
     progress.message("step 0: validation loss 5.5512")
     clock.now = 20.0  # compilation
-    progress.update("step 10", 10, 1200, seconds_left=595.0)
+    progress.update("step 10", 10, 1200)
     clock.now = 25.0
     progress.update("step 20", 20, 1200)  # so soon after the one before it is left out
     clock.now = 120.0
     progress.update("step 110", 110, 1200)
     progress.message("saved [step] 110")
-    progress.update("step 1200", 1200, 1200)
+    progress.update("step 1200", 1200, 1200, keep=True)
     progress.close()
     progress.message("done:\n  a long text " + 30 * "that ")
     printed = output.getvalue().splitlines()
     assert without_times("\n".join(printed[:-1])) == [
         "step 0: validation loss 5.5512",
-        "step 10  ETA 9:55",
+        "step 10",
         "step 110  ETA 18:10",
         "saved [step] 110",
         "step 1200",
@@ -73,7 +77,7 @@ def test_a_short_task_shows_nothing():
     clock.now = 2.5
     assert output.getvalue() == ""
     progress.update("copying", 2, 3)
-    assert without_times(output.getvalue()) == ["copying  ETA 0:02"]
+    assert without_times(output.getvalue()) == ["copying  ETA 0:03"]
 
 
 def test_the_live_line_fits_80_columns_and_messages_stay_above_it():
@@ -86,9 +90,9 @@ def test_the_live_line_fits_80_columns_and_messages_stay_above_it():
     progress.update(worst.format(2), 2, 1_000_000)
     progress.close()
     printed = output.getvalue()
-    last = worst.format(2) + "  ETA 115d 17h"
-    assert len(last) <= 80
+    last = worst.format(2) + " ETA 115d 17h"
     assert last in printed
+    assert all(len(line) <= 80 for line in without_escapes(printed).splitlines())
     assert printed.index("step 2: validation") < printed.index(last)
     assert printed.count("\x1b[?25l") == printed.count("\x1b[?25h") == 1  # the cursor comes back
 
@@ -99,7 +103,7 @@ def test_kept_lines_stay_on_a_terminal_and_in_a_file():
         for step in (1, 2, 3, 4):
             progress.update(f"step {step}/4", step, 4, keep=step != 3)
         progress.close()
-        printed = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]|\r", "\n", output.getvalue())
+        printed = without_escapes(output.getvalue())
         kept = re.findall(r"^(?:[\d:]+ )?(step [\d/]+).*\n", printed, re.MULTILINE)
         assert kept == ["step 1/4", "step 2/4", "step 4/4"]
 
@@ -112,12 +116,12 @@ def test_on_a_terminal_long_messages_break_between_words_and_the_end_stays_last(
     progress.update("step 1/2", 1, 2)
     progress.close()
     progress.message("stopped")
-    printed = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]|\r", "", output.getvalue()).splitlines()
+    printed = without_escapes(output.getvalue()).splitlines()
     assert "  a message that is rather long for so" in printed
     assert "    narrow a screen, with" in printed
     assert "    /some/very/long/path" in printed
     assert printed[-1] == "stopped"
-    assert "━━━━━  step 1/2" in printed[-2]
+    assert any(line.rstrip().endswith("━━━━━ step 1/2") for line in printed[:-1])
 
 
 def test_colours_make_no_terminal(monkeypatch, capsys):
@@ -188,15 +192,28 @@ def test_numbers_and_durations_are_short():
     assert {seconds: duration(seconds) for seconds in durations} == durations
 
 
-def test_a_wait_is_shown_with_its_seconds_and_goes_away():
+@pytest.mark.seconds
+def test_a_wait_of_over_two_seconds_is_shown_with_its_seconds_and_goes_away():
     clock = Clock()
-    progress, output = on_terminal(80, clock, stderr=True)
-    with progress.waiting("loading a model"):
+    live, terminal = on_terminal(80, clock, stderr=True)
+    plain, file = on_file(clock)
+    with plain.waiting("not long"):
+        pass
+    with live.waiting("loading a model"), plain.waiting("auditing"):
         clock.now = 7.0
-        while "loading a model, 7 s" not in output.getvalue():
+        while "loading a model 0:07" not in terminal.getvalue() or not file.getvalue():
             time.sleep(0.01)
-    assert output.getvalue().endswith("\x1b[2K")
-    progress, output = on_file(clock)
-    with progress.waiting("not long"):
-        time.sleep(0.3)
-    assert output.getvalue() == ""
+    assert terminal.getvalue().endswith("\x1b[2K")
+    assert without_times(file.getvalue()) == ["auditing"]
+
+
+def test_the_row_of_a_task_and_its_pace_outlive_a_wait():
+    clock = Clock()
+    progress, output = on_terminal(80, clock)
+    progress.update("step 1/9", 1, 9)
+    clock.now = 10.0
+    with progress.waiting("step 1: validation"):
+        pass
+    progress.update("step 2/9", 2, 9)
+    progress.close()
+    assert "step 2/9 ETA 1:10" in output.getvalue()
