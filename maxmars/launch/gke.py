@@ -368,15 +368,8 @@ exec python3 {shlex.join(job.python_arguments())}{ranks}
 
 
 def describe(options: GkeOptions, job: Job) -> str:
-    """The JobSet as YAML, and in comments what only a real launch creates."""
-    secret = ""
-    if job.environment:
-        secret = f", and the Secret {job.name}-environment with {', '.join(job.environment)}"
-    return f"""\
-# The JobSet that `maxmars launch gke` creates; this was a dry run. By itself it starts nothing: its
-# pods mount the ConfigMap {job.name}-source ({job.checkout.size}){secret},
-# which only the same command without --dry-run creates.
-{_to_yaml(jobset(options, job))}"""
+    """The JobSet as YAML; its pods wait for a ConfigMap, which only a real launch creates."""
+    return _to_yaml(jobset(options, job))
 
 
 # What PyYAML writes without quotes, and kubectl's parser takes for a number or a truth value.

@@ -85,6 +85,37 @@ def wrong_together(jobset):
                 yield f"no volume is called {name}"
 
 
+TYPES = {"object": dict, "array": list} | SCALARS
+
+
+def wrong_by_schema(value, schema, path="jobset"):
+    """What is wrong with a value by the OpenAPI schema of a CRD, whose unknown fields are refused;
+    rules in CEL are left out."""
+    if schema.get("x-kubernetes-int-or-string"):
+        if type(value) not in (int, str):
+            yield f"{path}: {value!r} is no quantity"
+    elif type(value) is not TYPES[schema["type"]]:
+        yield f"{path}: {value!r} is no {schema['type']}"
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from wrong_by_schema(item, schema["items"], f"{path}.{index}")
+    elif isinstance(value, dict):
+        for name in set(schema.get("required", [])) - value.keys():
+            yield f"{path}: {name} is missing"
+        known = schema.get("properties", {})
+        if not known and "additionalProperties" not in schema:  # metadata, which Kubernetes knows
+            return
+        for name, item in value.items():
+            if own := known.get(name, schema.get("additionalProperties")):
+                yield from wrong_by_schema(item, own, f"{path}.{name}")
+            else:
+                yield f"{path}: there is no field {name}"
+    elif value not in schema.get("enum", [value]) or (
+        type(value) is int and value < schema.get("minimum", value)
+    ):
+        yield f"{path}: {value!r} is not allowed"
+
+
 def names(items):
     return [item["name"] for item in items]
 

@@ -87,10 +87,14 @@ class RealSlurm:
             assert time.monotonic() < deadline, logs
             time.sleep(0.2)
 
+    def run(self, *command):
+        """A command of SLURM after its end."""
+        env = os.environ | self.environment
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
     def ask(self, *command):
         """What a command of SLURM prints."""
-        env = os.environ | self.environment
-        return subprocess.run(command, env=env, capture_output=True, text=True).stdout
+        return self.run(*command).stdout
 
     def job(self, number):
         """The fields of a job, such as JobState and Restarts."""

@@ -99,6 +99,24 @@ def launched(slurm, tmp_path, tmp_path_factory):
     slurm.ask("scancel", "--user=root")
 
 
+def test_sbatch_takes_the_script_of_a_dry_run(slurm, launched):
+    script = launched.folder / "run.sbatch"
+
+    def tested(*options):
+        words = ["config.py", "--name", "run", "--workdir", str(launched.workdir), "--dry-run"]
+        done = launched.maxmars(*words, *options)
+        assert done.returncode == 0, done.stderr
+        script.write_text(done.stdout)
+        return slurm.run("sbatch", "--test-only", str(script))
+
+    options = ["--nodes", "2", "--cpus-per-task", "1", "--time", "1:00:00", "--partition", "main"]
+    for given in ([], [*options, "--mem", "500M", "--sbatch", "--exclusive", "--srun=--mpi=none"]):
+        done = tested(*given)
+        assert (done.returncode, " to start at " in done.stderr) == (0, True), done.stderr
+    assert "allocation failure" in tested("--nodes", "3").stderr  # of two
+    assert slurm.ask("squeue", "--noheader") == ""
+
+
 def test_the_same_command_given_twice_leaves_a_run_its_restarts(slurm, launched):
     healthy = launched.launch("--nodes", "2")
     launched.wait_for(lambda: launched.steps() > 0)

@@ -1,8 +1,11 @@
-"""JobSets and scripts that `maxmars launch` writes, by Kubernetes' rules and by shellcheck."""
+"""JobSets and scripts that `maxmars launch` writes, by Kubernetes' rules, by kubectl's parser and
+types, by the schema of JobSet's CRD, and by shellcheck."""
 
 import copy
+import json
 import re
 import shlex
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -10,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_cloud import launch
-from jobset_rules import problems
+from jobset_rules import problems, wrong_by_schema
 from running import gpus_for_jax
 
 from maxmars.launch.job import Job, PackedCheckout
@@ -19,7 +22,9 @@ from maxmars.launch.tpu_vm import TpuOptions, host_script
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
 GKE = ["launch", "gke", CONFIG, "--dry-run", "--name", "run1", "--workdir", "/mnt/run1"]
 SLURM = ["launch", "slurm", CONFIG, "--dry-run", "--name", "run1"]
+# The labels are texts that YAML's parser in kubectl takes for numbers or truth values.
 PATCH = """
+metadata: {labels: {a: "y", b: "N", c: "1e3", d: "0o17", e: "1.5e3"}}
 spec:
   replicatedJobs:
   - name: slice-job
@@ -61,6 +66,70 @@ def shellcheck(script):
     # SC1091: the prolog that a script sources is not here.
     command = [program, "--shell=bash", "--exclude=SC1091", "-"]
     return subprocess.run(command, input=script, capture_output=True, text=True).stdout
+
+
+def as_kubectl_reads(manifest, *words):
+    """A manifest in YAML after kubectl has read it, without a cluster."""
+    if shutil.which("kubectl") is None:
+        pytest.skip("no kubectl")
+    command = ["kubectl", *words, "--local", "--filename=-", "--output=json"]
+    done = subprocess.run(command, input=manifest, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def lost(ours, read, path="job"):
+    """What kubectl left out of a manifest, as fields that it does not know, or reads as another
+    value."""
+    if isinstance(ours, dict):
+        pairs = [(key, value, read.get(key)) for key, value in ours.items()]
+    elif isinstance(ours, list):
+        pairs = list(zip(range(len(ours)), ours, read, strict=True))
+    else:  # a quantity may be written as text
+        return [] if str(ours) == str(read) else [f"{path}: {read!r}"]
+    return [text for key, value, theirs in pairs for text in lost(value, theirs, f"{path}.{key}")]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_kubectl_reads_a_jobset_as_it_is_meant(name, capsys, files):
+    text = written(capsys, [*GKE, *OPTIONS[name]], files)
+    jobset = yaml.safe_load(text)
+    # kubectl does not know JobSet: its parser reads any YAML.
+    read = as_kubectl_reads(text, "annotate", "seen=yes")
+    assert read["metadata"]["annotations"].pop("seen") == "yes"
+    assert read == jobset
+    # It has the types of Job and Pod, of which it drops unknown fields.
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}}
+    job |= replicated["template"]
+    pod = job["spec"]["template"]["spec"]
+    read = as_kubectl_reads(json.dumps(job), "set", "image", "maxmars=new")
+    pod["containers"][0]["image"] = "new"
+    assert lost(job, read) == []
+    pod["nodes"] = 2
+    read = as_kubectl_reads(json.dumps(job), "set", "image", "maxmars=newer")
+    assert "job.spec.template.spec.nodes: None" in lost(job, read)
+
+
+def test_jobsets_fit_the_schema_of_the_crd(capsys, files, reference_dir):
+    path = reference_dir / "reference" / "jobset_crd.yaml"
+    if not path.exists():
+        pytest.skip(
+            f"no {path}: a copy of config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml of "
+            "kubernetes-sigs/jobset"
+        )
+    crd = yaml.load(path.read_text(), yaml.CSafeLoader)
+    (schema,) = [v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"]]
+    jobsets = {
+        name: yaml.safe_load(written(capsys, [*GKE, *options], files))
+        for name, options in OPTIONS.items()
+    }
+    assert {name: [*wrong_by_schema(each, schema)] for name, each in jobsets.items()} == {
+        name: [] for name in OPTIONS
+    }
+    wrong = jobsets["tpu"]
+    wrong["spec"] |= {"nodes": 1, "replicatedJobs": [{"name": 1, "replicas": -1}]}
+    assert len([*wrong_by_schema(wrong, schema)]) == 4  # and the template is missing
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -133,6 +202,12 @@ def test_a_batch_script_passes_shellcheck(options, capsys, files, tmp_path):
     script = written(capsys, command, files)
     assert script.startswith("#!/usr/bin/env bash")
     assert shellcheck(script) == ""
+
+
+def test_the_dry_run_of_a_tpu_passes_shellcheck(capsys, files):
+    command = ["launch", "tpu-vm", CONFIG, "--dry-run", "--name", "run1", "--zone", "us-east5-a"]
+    command += ["--accelerator", "v5p-16", "--workdir", "gs://b/r", "--env", "WANDB_API_KEY"]
+    assert shellcheck(written(capsys, command, files)) == ""
 
 
 def test_the_script_of_tpu_hosts_passes_shellcheck():
