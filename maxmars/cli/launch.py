@@ -57,7 +57,7 @@ usage: maxmars launch tpu-vm CONFIG --name NAME --workdir DIR
 Start a run on other machines by your own gcloud, kubectl or sbatch. The
 checkout that this maxmars runs from goes along, at its present state. After a
 preemption the run continues in its --workdir. What follows -- goes to
-`maxmars train`; --dry-run prints every command and file, and runs nothing.
+`maxmars train`; --dry-run prints the script or the JobSet, and runs nothing.
 
   maxmars launch slurm gpt2 --name run1 --workdir /shared/run1 \\
     --nodes 2 --gpus-per-node 8 -- --data.path /shared/openwebtext

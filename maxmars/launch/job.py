@@ -85,7 +85,7 @@ class RunOptions(CheckedConfig):
     """Price of one chip or GPU for an hour, in any currency: what the machines cost an hour is then
     said before they are asked for."""
     dry_run: bool = False
-    """Print every command and file, and run nothing."""
+    """Print the script or the JobSet alone, without the checkout, and run nothing."""
 
     def shared_workdir(self) -> str:
         """The working directory, which means the same on every host.

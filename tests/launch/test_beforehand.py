@@ -155,10 +155,10 @@ def test_what_is_unwise_under_slurm_is_warned_of(
     gpus_for_jax(tmp_path, monkeypatch)
     words = ["slurm", config, *RUN, "--dry-run", "--price", "2"]
     assert launch(*command(words, options)) == 0
-    lines = capsys.readouterr().err.splitlines()
-    warnings = [line for line in lines if "warning" in line]
+    told = capsys.readouterr().err
+    warnings = [line for line in told.splitlines() if "warning" in line]
     assert any(said in line for line in warnings) if said else not warnings
-    assert ("8 x GPU, 16.00 an hour" in lines[-1]) == ("8" in options)
+    assert ("8 x GPU, 16.00 an hour" in told) == ("8" in options)
 
 
 @pytest.mark.parametrize(
