@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from maxmars.config.checks import CheckedConfig, Count, Positive, require
+from maxmars.config.checks import CheckedConfig, Count, Fraction, Positive, require
 from maxmars.config.user_code import Source, with_tuples
 
 
@@ -33,6 +33,10 @@ class GPT2Config(CheckedConfig):
     """Also divide the attention logits of layer i by i + 1 (the MARS paper's models do)."""
     layer_norm_epsilon: Positive[float] = 1e-5
     """Added to the variance in every LayerNorm."""
+    dropout: Fraction = 0.0
+    """Share of the numbers that training sets to zero, for small texts, which overfit: of the sum
+    of the embeddings, of what attention and MLP add to the residual stream, and with
+    attention=plain also of the attention's weights, which the other kernels do not hold."""
     param_dtype: Literal["float32", "float64"] = "float32"
     """Type of the parameters. float64 (for reference runs) needs JAX_ENABLE_X64=1."""
     compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = "bfloat16"

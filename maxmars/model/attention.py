@@ -129,15 +129,18 @@ def attention(
     scale: Scale,
     segment_ids: Ids | None = None,
     continuation_ids: Ids | None = None,
+    drop: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Heads:
     """`causal_attention`, by the implementation for the devices of the ambient mesh.
 
     The plain formula is used without an ambient mesh (`jax.set_mesh`), and with `continuation_ids`,
-    which no kernel supports. The flat kernel has a form of its own; see `takes_flat`.
+    which no kernel supports. The flat kernel has a form of its own; see `takes_flat`. `drop` is
+    used with `model.attention=plain` alone, so that a run computes the same on all devices.
     """
     implementation = choose_attention(config, ambient_platform()).implementation
     if implementation in ("plain", "flat") or continuation_ids is not None:
-        attended = causal_attention(q, k, v, scale, segment_ids, continuation_ids)
+        drop = drop if config.attention == "plain" else None
+        attended = causal_attention(q, k, v, scale, segment_ids, continuation_ids, drop)
         return checkpoint_name(attended, RESIDUALS)
     if implementation == "blocked":
         return checkpoint_name(blocked_attention(q, k, v, scale, segment_ids), RESIDUALS)
@@ -203,6 +206,7 @@ def causal_attention(
     scale: Scale,
     segment_ids: Ids | None = None,
     continuation_ids: Ids | None = None,
+    drop: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Heads:
     """softmax(scale q kᵀ + mask) v: the plain reference, logits and softmax in float32 at least.
 
@@ -214,6 +218,7 @@ def causal_attention(
       segment_ids: a token attends only to tokens of its own segment; None is one segment a row.
       continuation_ids: 0 for the tokens of a context, which all later tokens of the row see, and
         another number for each continuation of it, whose tokens only that continuation sees.
+      drop: dropout of the weights [B, H, T, T].
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     logits = jnp.einsum("bthk,bshk->bhts", q, k, preferred_element_type=wide) * scale
@@ -225,6 +230,8 @@ def causal_attention(
         mask &= ((keys == 0) | (keys == queries))[:, None]
     logits = jnp.where(mask, logits, jnp.finfo(wide).min)
     weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
+    if drop is not None:
+        weights = drop(weights)
     return jnp.einsum("bhts,bshk->bthk", weights, v)
 
 

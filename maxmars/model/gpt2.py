@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 from maxmars.config import GPT2Config
 from maxmars.distributed.sharding import (
@@ -319,14 +319,19 @@ class Block(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "B T D"], layer_index: Int[Array, ""], attend: Attend | FlatAttend
+        self,
+        x: Float[Array, "B T D"],
+        layer_index: Int[Array, ""],
+        attend: Attend | FlatAttend,
+        drop: Callable[[jax.Array, int], jax.Array] = lambda y, place: y,
     ) -> Float[Array, "B T D"]:
-        """Add attention and MLP to the residual stream x; see `Attention`."""
+        """Add attention and MLP to the residual stream x; see `Attention`. `drop` is dropout of an
+        array at one of the block's places, which are numbered."""
         # Behind a barrier on GPUs, where XLA adds to the end of a product what has no past.
         x = _in_rows(_once_more(constrain(x, "batch", "length", None)))
-        x = _in_rows(x + self.attn(_in_rows(self.ln_1(x)), layer_index, attend))
+        x = _in_rows(x + drop(self.attn(_in_rows(self.ln_1(x)), layer_index, attend), 0))
         width = x.shape[-1]
-        y = self.mlp(_written(_in_rows(self.ln_2(x)), width))
+        y = drop(self.mlp(_written(_in_rows(self.ln_2(x)), width)), 1)
         return x + _written(_in_rows(y), width)
 
 
@@ -387,6 +392,7 @@ class GPT2(nnx.Module):
         positions: Int[Array, "B T"] | None = None,
         tables: Float[Array, "P V D"] | None = None,
         continuation_ids: Int[Array, "B T"] | None = None,
+        dropout_keys: Key[Array, " B"] | None = None,
     ) -> Float[Array, "B T D"]:
         """The residual stream after the last LayerNorm.
 
@@ -398,18 +404,28 @@ class GPT2(nnx.Module):
         """
         config = self.config
         x = self.embed(tokens, positions, tables)
-
-        def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
-            return attention(config, q, k, v, scale, segment_ids, continuation_ids)
+        if dropout_keys is not None:
+            x = _dropped(x, config.dropout, dropout_keys)
 
         def attend_flat(q: Any, k: Any, v: Any) -> jax.Array:
             return flat_attention_on_mesh(config.head_dim, q, k, v, segment_ids)
 
         is_flat = continuation_ids is None and takes_flat(config)
-        by = FlatAttend(attend_flat) if is_flat else attend
 
         def block(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
-            return layer[0](x, layer[1], by), None
+            def drop(y: jax.Array, place: int) -> jax.Array:
+                if dropout_keys is None:
+                    return y
+                return _dropped(y, config.dropout, dropout_keys, layer[1], place)
+
+            def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
+                drop_weights = functools.partial(drop, place=2)
+                return attention(
+                    config, q, k, v, scale, segment_ids, continuation_ids, drop_weights
+                )
+
+            by = FlatAttend(attend_flat) if is_flat else attend
+            return layer[0](x, layer[1], by, drop), None
 
         layers = (self.h, jnp.arange(config.num_layers))
         unroll = blocks_at_once(config, ambient_platform())
@@ -468,6 +484,20 @@ def _add_positions(x: jax.Array, table: jax.Array) -> jax.Array:
         # every product: 8 to 10 % of a step of small by `step_clock`.
         x = with_layout_constraint(x, Layout(major_to_minor=(0, 1, 2)))
     return x
+
+
+def _dropped(
+    x: Float[Array, "B ..."], share: float, keys: Key[Array, " B"], *place: int | jax.Array
+) -> Float[Array, "B ..."]:
+    """x with this share of its numbers zero and the others larger, so that the mean stays. A row's
+    key and the place in the model decide alone, so that every mesh draws the same."""
+
+    def kept(key: jax.Array) -> jax.Array:
+        return jax.random.bernoulli(
+            functools.reduce(jax.random.fold_in, place, key), 1 - share, x.shape[1:]
+        )
+
+    return jnp.where(jax.vmap(kept)(keys), x / (1 - share), 0)
 
 
 def _residual_std(config: GPT2Config) -> float:

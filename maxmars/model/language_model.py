@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,9 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int, Integer, Shaped
+from jaxtyping import Array, Float, Int, Integer, Key, Shaped
 
-from maxmars.config import ModelConfig, ModuleConfig
+from maxmars.config import GPT2Config, ModelConfig, ModuleConfig
 from maxmars.config.errors import about
 from maxmars.distributed.sharding import batch_shards, constrain, copies, gathered
 from maxmars.model import cross_entropy
@@ -38,6 +40,9 @@ class LanguageModule(Protocol):
     cap_logits: a function of each logit without parameters, such as 30 tanh(logits / 30), which
       loss, evaluation and generation apply. A head with a bias has it as one more column of
       `output_embedding`, against a 1 in the hidden states.
+    dropout_keys: an argument of its call, by default None, for no dropout. Training gives a random
+      key for each row [B], a function of seed, step and row, so that a resume and another mesh draw
+      the same.
     remat_policies: the names of its policies of rematerialisation, from the least arithmetic to the
       least memory. Its attribute `remat` is then the one to use, or None for none.
     """
@@ -136,7 +141,7 @@ class LanguageModel:
         *,
         segment_ids: Int[Array, "B T"] | None = None,
         positions: Int[Array, "B T"] | None = None,
-        **tables: Array,
+        **others: Array,
     ) -> Float[Array, "B T D"]:
         """What the module returns: the last hidden states, before the output head.
 
@@ -146,7 +151,7 @@ class LanguageModel:
             segment a row.
           positions: position of each token in its text, below `max_seq_len`; None counts from 0 in
             each row.
-          tables: those of a module that has `tables`.
+          others: `tables` and `dropout_keys` of a module that takes them; see `LanguageModule`.
 
         Raises:
           ValueError: a row without `positions` is longer than `max_seq_len`, or the module returns
@@ -157,7 +162,7 @@ class LanguageModel:
                 f"a sequence of {tokens.shape[1]} tokens is longer than model.max_seq_len="
                 f"{self.config.max_seq_len}."
             )
-        x = self.module(tokens, segment_ids=segment_ids, positions=positions, **tables)
+        x = self.module(tokens, segment_ids=segment_ids, positions=positions, **others)
         if not isinstance(x, jax.Array) or x.shape[:-1] != tokens.shape:
             what = (
                 f"an array {list(x.shape)}" if isinstance(x, jax.Array) else f"a {type(x).__name__}"
@@ -307,6 +312,13 @@ def check_model(parameters: Parameters) -> None:
         jax.eval_shape(check_all, parameters.abstract, tokens)
 
 
+def takes_dropout(config: ModelConfig) -> bool:
+    """Whether the loss takes `dropout_keys` in training."""
+    if isinstance(config, GPT2Config):
+        return config.dropout > 0
+    return "dropout_keys" in inspect.signature(type(abstract_module(config)).__call__).parameters
+
+
 # --- loss -----------------------------------------------------------------------------------------
 
 
@@ -318,7 +330,8 @@ def token_losses(
     positions: Window | None = None,
 ) -> Float[Array, "B window-1"]:
     """Loss of each token but the first of a row, in nats; see `mean_loss` for the arguments."""
-    x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
+    rows = {"segment_ids": segment_ids, "positions": positions}
+    x, tables = _hidden_and_tables(model, tokens, rows)
     size, cap = model.config.vocab_size, model.cap_logits
     with jax.named_scope("loss"):
         return cross_entropy.token_losses(x, tables, tokens[:, 1:], size, cap=cap)
@@ -332,6 +345,7 @@ def mean_loss(
     segment_ids: Window | None = None,
     positions: Window | None = None,
     uniforms: Float[Array, "B window-1"] | None = None,
+    dropout_keys: Key[Array, " B"] | None = None,
 ) -> Float[Array, ""]:
     """Mean of `token_losses` times `mask`, with a cheaper gradient.
 
@@ -347,8 +361,11 @@ def mean_loss(
       uniforms: random numbers from [0, 1), by which the targets are then drawn from the model's own
         predictions, which count as constants, and are not `tokens`. The squares of such gradients
         estimate the diagonal of the Gauss-Newton matrix.
+      dropout_keys: see `LanguageModule`.
     """
-    x, tables = _hidden_and_tables(model, tokens, segment_ids, positions)
+    rows = {"segment_ids": segment_ids, "positions": positions}
+    others = {} if dropout_keys is None else {"dropout_keys": dropout_keys}
+    x, tables = _hidden_and_tables(model, tokens, rows, **others)
     size, wide = model.config.vocab_size, jnp.promote_types(x.dtype, jnp.float32)
     targets, cap = tokens[:, 1:], model.cap_logits
     if uniforms is not None:
@@ -360,14 +377,13 @@ def mean_loss(
 
 
 def _hidden_and_tables(
-    model: LanguageModel, tokens: Window, segment_ids: Window | None, positions: Window | None
+    model: LanguageModel, tokens: Window, rows: Mapping[str, Window | None], **others: Array
 ) -> tuple[Float[Array, "B window-1 D"], Float[Array, "P V D"]]:
     """The hidden states of all tokens but the last of a row, which predicts nothing, and the output
     head for each shard of the batch."""
-    segment_ids, positions = (None if a is None else a[:, :-1] for a in (segment_ids, positions))
-    rows: Any = {"segment_ids": segment_ids, "positions": positions}
+    inputs: Any = {name: None if ids is None else ids[:, :-1] for name, ids in rows.items()}
     if hasattr(model.module, "tables"):
         tables = model.module.tables()
-        return model.hidden(tokens[:, :-1], **rows, tables=tables), tables
-    x = model.hidden(tokens[:, :-1], **rows)
+        return model.hidden(tokens[:, :-1], **inputs, **others, tables=tables), tables
+    x = model.hidden(tokens[:, :-1], **inputs, **others)
     return x, copies(model.output_embedding(x.dtype))

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Key, Shaped
 
 from maxmars.checkpoint import Checkpoint
 from maxmars.checkpoint.digest import leaf_paths, leaf_types
@@ -34,7 +34,7 @@ from maxmars.config.mesh import check_mesh
 from maxmars.data.batches import batch_types
 from maxmars.data.windows import Types
 from maxmars.distributed import sharding
-from maxmars.model.language_model import check_model, make_model, mean_loss
+from maxmars.model.language_model import check_model, make_model, mean_loss, takes_dropout
 from maxmars.model.parameters import COMPONENTS, Parameters, init_params
 from maxmars.optim import GradientRequest, requests_of
 from maxmars.train.compiler_options import compiler_options
@@ -449,6 +449,8 @@ def _step(
     batch: dict[str, Shaped[Array, "microbatches rows window"]],
 ) -> tuple[TrainState, Metrics]:
     batch, mask_mean = _with_mean_mask_one(batch)
+    if takes_dropout(config.model):
+        batch = {**batch, "dropout_keys": _dropout_keys(config, state)}
     learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
     components = parameters.components
 
@@ -687,9 +689,20 @@ def _params_at(request: GradientRequest, parameters: Parameters, state: TrainSta
             return jax.lax.with_sharding_constraint(named, parameters.shardings)
 
 
+# Random numbers of a step are functions of seed, step and row, so that a resume, another mesh and
+# other microbatches draw the same.
+
+
+def _dropout_keys(config: TrainConfig, state: TrainState) -> Key[Array, "microbatches rows"]:
+    """A key for each row, from which the model draws what it drops."""
+    key = jax.random.fold_in(jax.random.key(config.seed), state.step)
+    return jax.random.split(
+        jax.random.fold_in(key, 1), (config.microbatches, config.microbatch_size)
+    )
+
+
 def _uniforms(config: TrainConfig, state: TrainState) -> Float[Array, "microbatches rows length"]:
-    """Numbers from [0, 1), by which labels are drawn: a function of seed, step and row, so that a
-    resume, another mesh and other microbatches draw the same."""
+    """Numbers from [0, 1), by which labels are drawn."""
     key = jax.random.fold_in(jax.random.key(config.seed), state.step)
     shape = (config.microbatches, config.microbatch_size, config.model.max_seq_len)
     return jax.random.uniform(key, shape, state.hyperparams["learning_rate"].dtype)

@@ -40,9 +40,16 @@ def check(audited, steps):
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["mars", f"{SOPHIA_FILE}:sophia"], ids=["mars", "sophia"])
-def test_a_killed_run_is_computed_again_from_before_the_kill(tmp_path, byte_tokens, optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "dropout"),
+    [("mars", 0), ("mars_exact", 0.2), (f"{SOPHIA_FILE}:sophia", 0)],
+    ids=["mars", "dropout", "sophia"],
+)
+def test_a_killed_run_is_computed_again_from_before_the_kill(
+    tmp_path, byte_tokens, optimizer, dropout
+):
     options = ["--model.num-layers", 1, "--model.embed-dim", 32, "--model.max-seq-len", 32]
+    options += ["--model.dropout", dropout]
     options += ["--global-batch-size", 4, "--model.scan-unroll", 1, "--schedule.warmup-steps", 2]
     audited = kill_and_continue(
         tmp_path,
