@@ -42,7 +42,7 @@ def check(audited, steps):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "dropout"),
-    [("mars", 0), ("mars_exact", 0.2), (f"{SOPHIA_FILE}:sophia", 0)],
+    [("mars", 0), ("mars_m", 0.2), (f"{SOPHIA_FILE}:sophia", 0)],
     ids=["mars", "dropout", "sophia"],
 )
 def test_a_killed_run_is_computed_again_from_before_the_kill(
