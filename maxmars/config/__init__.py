@@ -28,6 +28,7 @@ from maxmars.config.optimizer import (
     OptaxConfig,
     OptimizerConfig,
     SoapConfig,
+    WeightUpdateConfig,
 )
 from maxmars.config.train import (
     CheckpointConfig,

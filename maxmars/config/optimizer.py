@@ -41,17 +41,62 @@ class UpdateRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WeightUpdateConfig(CheckedConfig):
+    """How a direction becomes new parameters: which norms it keeps, what decays. Norms are those of
+    each layer's matrix by itself."""
+
+    hyperball: bool = False
+    """Keep the norm of every matrix, and take steps of the learning rate times it (arXiv
+    2606.16899): MuonH, AdamH, SOAP-H, MARS-H. These matrices then do not decay."""
+    floor: Positive[float] | None = None
+    """Lengthen a direction that is shorter than this times its matrix: 0.35 in modded-nanogpt,
+    without decay."""
+    cautious_decay: bool = False
+    """Decay only what the direction shortens too (arXiv 2510.12402)."""
+    coupled_decay: bool = False
+    """Multiply the decay by the schedule once more, as AdamC does (arXiv 2506.02285)."""
+    kinds: tuple[Kind, ...] = ("matrix",)
+    """Which parameters this concerns: matrix, embedding, vector."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            not self.hyperball or self.names == ("hyperball",),
+            "optimizer.weight_update.hyperball=True sets every norm and decays nothing; leave out "
+            f"{', '.join(self.names[1:])}.",
+        )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is on."""
+        switches = ("hyperball", "floor", "cautious_decay", "coupled_decay")
+        return tuple(name for name in switches if getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecayedConfig(CheckedConfig):
     """An optimizer with one rule, which decays the matrices of linear layers alone; those that have
-    several rules override `rule_of`."""
+    several rules override `own_rule_of`."""
 
     learning_rate: Positive[float]
     """Peak learning rate; the schedule multiplies it."""
     weight_decay: NotNegative[float] = 0.1
     """Decoupled weight decay of the linear layers' matrices."""
+    weight_update: WeightUpdateConfig = WeightUpdateConfig()
 
     def rule_of(self, kind: Kind) -> UpdateRule:
         """What it does with a kind of parameter."""
+        rule = self.own_rule_of(kind)
+        if kind not in self.weight_update.kinds:
+            return rule
+        return dataclasses.replace(
+            rule,
+            name=" ".join([rule.name, *self.weight_update.names]),
+            weight_decay=0.0 if self.weight_update.hyperball else rule.weight_decay,
+        )
+
+    def own_rule_of(self, kind: Kind) -> UpdateRule:
+        """The rule, `weight_update` aside."""
         name = type(self).__name__.removesuffix("Config").lower()
         return UpdateRule(name=name, weight_decay=self.weight_decay if kind == "matrix" else 0.0)
 
@@ -196,8 +241,8 @@ class MarsConfig(NewtonSchulzConfig):
             f"optimizer.amsgrad=True needs optimizer.variant=adamw, but it is {self.variant}.",
         )
 
-    def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
+    def own_rule_of(self, kind: Kind) -> UpdateRule:
+        """The rule, `weight_update` aside."""
         if kind == "vector" and self.optimize_vectors:
             return UpdateRule(name="mars-lion" if self.variant == "lion" else "mars-adamw")
         orthogonalizes = self.variant in ("shampoo", "m")
@@ -229,8 +274,8 @@ class MuonConfig(NewtonSchulzConfig):
     ns_scale: Literal["spectral", "rms"] = "spectral"
     """Factor after Newton-Schulz: sqrt(max(1, out/in)) or 0.2 sqrt(max(in, out))."""
 
-    def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
+    def own_rule_of(self, kind: Kind) -> UpdateRule:
+        """The rule, `weight_update` aside."""
         return _rule_beside_adamw(self, kind, "muon", orthogonalizes=True)
 
 
@@ -286,8 +331,8 @@ class SoapConfig(AdamLikeConfig):
     vector_weight_decay: NotNegative[float] = 0.0
     """Weight decay of embeddings, norms and biases."""
 
-    def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
+    def own_rule_of(self, kind: Kind) -> UpdateRule:
+        """The rule, `weight_update` aside."""
         if kind == "matrix":
             return UpdateRule(name="soap", weight_decay=self.weight_decay)
         return UpdateRule(

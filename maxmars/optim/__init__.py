@@ -29,6 +29,7 @@ from maxmars.optim._orthogonalize import (
     scale_by_orthogonalization,
 )
 from maxmars.optim._requests import GradientRequest, requests_of, with_requests
+from maxmars.optim._rules import DescendState, WeightUpdate, check_no_zero_matrix, descend
 from maxmars.optim._soap import ScaleBySoapState, scale_by_soap, soap, soap_shardings
 
 __all__ = [
@@ -36,14 +37,18 @@ __all__ = [
     "ClipByMatrixNormState",
     "CorrectGradientState",
     "CorrectedEmaState",
+    "DescendState",
     "GradientRequest",
     "MatrixGroup",
     "MatrixSpec",
     "ScaleByAmsgradState",
     "ScaleBySoapState",
+    "WeightUpdate",
+    "check_no_zero_matrix",
     "clip_by_matrix_norm",
     "correct_gradient",
     "corrected_ema",
+    "descend",
     "describe",
     "mars",
     "mars_over",

@@ -46,7 +46,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from maxmars.optim._matrices import MatrixSpec
 from maxmars.optim._newton_schulz import Coefficients
 from maxmars.optim._orthogonalize import scale_by_orthogonalization
 from maxmars.optim._requests import GradientRequest, with_requests
@@ -55,12 +54,14 @@ from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
     Tree,
+    WeightUpdate,
     by_kind,
     cast_like,
     check_choice,
     check_like_gradients,
     check_numbers,
     in_float32,
+    norms,
     per_matrix,
     vector_rate,
     widened,
@@ -192,10 +193,6 @@ def clip_by_matrix_norm(
     """
     check_numbers("be positive", clip_threshold=threshold)
 
-    def norm(c: jax.Array, spec: MatrixSpec) -> jax.Array:
-        axes = spec.inner if c.ndim else ()
-        return jnp.sqrt(jnp.sum(jnp.square(c), axis=axes, keepdims=True))
-
     def clip(c: jax.Array, n: jax.Array) -> jax.Array:
         return c * (threshold / jnp.maximum(n, threshold))
 
@@ -209,9 +206,9 @@ def clip_by_matrix_norm(
         ) -> tuple[Tree, ClipByMatrixNormState]:
             del state, params
             wide = widened(updates)  # the square of 300 is infinite in float16
-            norms = jax.tree.map(norm, wide, specs)
-            clipped = jax.tree.map(clip, wide, norms)
-            leaves = jax.tree.leaves(norms)
+            lengths = jax.tree.map(norms, wide, specs)
+            clipped = jax.tree.map(clip, wide, lengths)
+            leaves = jax.tree.leaves(lengths)
             longer = sum(
                 (jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0)
             )
@@ -431,6 +428,7 @@ def mars(
     gamma: ScalarOrSchedule = 0.025,
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Any = None,
+    weight_update: WeightUpdate | None = None,
     clip_threshold: Scalar | None = 1.0,
     amsgrad: bool = False,
     exact: bool = False,
@@ -466,6 +464,7 @@ def mars(
       weight_decay: decoupled decay λ, multiplied by η; a float or a schedule. The papers' runs and
         maxmars's trainer have 0.01.
       mask: which parameters decay, a tree of bools or a function from parameters to one.
+      weight_update: changes of −η (u + λ p): hyperball, floor, cautious or coupled decay.
       clip_threshold: bound on the norm of each corrected gradient; None does not clip.
       amsgrad: divide by the running maximum of the second moment, in matrices and vectors (adamw).
       exact: exact MARS: call `update(grads, state, params, prev_grads=...)` with the gradient of
@@ -561,7 +560,9 @@ def mars(
             rules["vector"] = Rule([*corrected, adam], weight_decay, learning_rate)
     if not orthogonalizes or embeddings == "orthogonalize":
         rules["embedding"] = rule
-    return with_requests(by_kind(rules, matrix_specs, mask), [PREV_GRADS] if exact else [])
+    return with_requests(
+        by_kind(rules, matrix_specs, mask, weight_update), [PREV_GRADS] if exact else []
+    )
 
 
 def _check_memory_efficient(
@@ -596,6 +597,7 @@ def muon(
     nesterov: bool = True,
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Any = None,
+    weight_update: WeightUpdate | None = None,
     eps: Scalar = 1e-8,
     mu_dtype: Any = None,
     vector_learning_rate: ScalarOrSchedule | None = None,
@@ -644,6 +646,7 @@ def muon(
         memory_efficient=True,
         weight_decay=weight_decay,
         mask=mask,
+        weight_update=weight_update,
         eps=eps,
         mu_dtype=mu_dtype,
         vector_learning_rate=vector_learning_rate,
@@ -671,6 +674,7 @@ def moonlight(
     nesterov: bool = True,
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Any = None,
+    weight_update: WeightUpdate | None = None,
     eps: Scalar = 1e-8,
     mu_dtype: Any = None,
     vector_learning_rate: ScalarOrSchedule | None = None,
@@ -699,6 +703,7 @@ def moonlight(
         nesterov=nesterov,
         weight_decay=weight_decay,
         mask=mask,
+        weight_update=weight_update,
         eps=eps,
         mu_dtype=mu_dtype,
         vector_learning_rate=vector_learning_rate,

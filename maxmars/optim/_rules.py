@@ -1,16 +1,20 @@
-"""What the optimizers share: one rule for each kind of parameter, rates, checks and arithmetic."""
+"""What the optimizers share: one rule for each kind of parameter, how its direction becomes new
+parameters, rates, checks and arithmetic."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxmars.optim._matrices import (
+    MatrixSpec,
     check_prefix,
     is_function,
+    named_leaves,
     resolve_specs,
     warn_without_specs,
 )
@@ -150,8 +154,180 @@ class Rule:
     learning_rate: ScalarOrSchedule
 
 
+@dataclass(frozen=True, kw_only=True)
+class WeightUpdate:
+    """Changes of the update −η (u + λ p). Norms are those of each matrix of a stack by itself.
+
+    Raises:
+      ValueError: a field is out of range, or `hyperball` is not alone.
+    """
+
+    hyperball: bool = False
+    """p′ = p − η u ‖p‖ / ‖u‖, then p ← p′ ‖p‖ / ‖p′‖ (arXiv 2606.16899): every norm stays, so
+    nothing decays. A matrix of zeros would never move, and is refused: by `init`, which sees no
+    values under jit, and by `check_no_zero_matrix`."""
+    floor: Scalar | None = None
+    """Scale u up to ‖u‖ = floor ‖p‖ where it is shorter; 0.35 in modded-nanogpt, without decay."""
+    cautious_decay: bool = False
+    """Decay a coordinate only where u p ≥ 0 (arXiv 2510.12402)."""
+    coupled_decay: ScalarOrSchedule | None = None
+    """A factor of λ: η as a fraction of its peak (AdamC, arXiv 2506.02285)."""
+    kinds: tuple[str, ...] = ("matrix",)
+    """Which kinds of parameters: "matrix", "embedding", "vector"."""
+
+    def __post_init__(self) -> None:
+        check_numbers("be positive", floor=self.floor)
+        for kind in self.kinds:
+            check_choice("WeightUpdate.kinds", kind, ("matrix", "embedding", "vector"))
+        others = {
+            "floor": self.floor is not None,
+            "cautious_decay": self.cautious_decay,
+            "coupled_decay": self.coupled_decay is not None,
+        }
+        if self.hyperball and any(others.values()):
+            names = ", ".join(name for name, given in others.items() if given)
+            raise ValueError(
+                f"hyperball=True sets every norm and decays nothing; leave out {names}."
+            )
+
+
+def check_no_zero_matrix(
+    params: Tree, weight_update: WeightUpdate, matrix_specs: Any = None
+) -> None:
+    """Refuse matrices of zeros, which `hyperball` would never move.
+
+    For parameters that were made under jit, where `init` sees no values.
+
+    Args:
+      params: arrays; what is traced or abstract is not looked at.
+      weight_update: of the optimizer.
+      matrix_specs: see `resolve_specs`.
+
+    Raises:
+      ValueError: a matrix is zero; the message names it.
+    """
+    if not weight_update.hyperball:
+        return
+    specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
+    looked_at = [
+        (name, param, spec)
+        for (name, param), spec in zip(named_leaves(params), specs, strict=True)
+        if isinstance(param, jax.Array | np.ndarray) and not isinstance(param, jax.core.Tracer)
+        if param.size and spec.kind in weight_update.kinds
+    ]
+    arrays, kinds = [x for _, x, _ in looked_at], [spec for *_, spec in looked_at]
+    lengths = jax.jit(lambda arrays: [*map(norms, arrays, kinds)])(arrays)
+    for (name, *_), length in zip(looked_at, lengths, strict=True):
+        if (is_zero := np.asarray(length) == 0).any():
+            where = f" (number {np.argmax(is_zero)} of the stack)" if is_zero.size > 1 else ""
+            raise ValueError(
+                f"{name}{where} is zero, and hyperball keeps every norm, so it would never move; "
+                "initialise it otherwise, or leave hyperball out."
+            )
+
+
+def norms(x: jax.Array, spec: MatrixSpec) -> jax.Array:
+    """‖x‖_F of each matrix or vector of the stack, 1 in place of its axes."""
+    axes = spec.inner if x.ndim else ()
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))
+
+
+class DescendState(NamedTuple):
+    """State of `descend`: the counts of schedules."""
+
+    decay: Any
+    coupling: Any
+    rate: Any
+
+
+def descend(
+    learning_rate: ScalarOrSchedule,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: Any = None,
+    *,
+    weight_update: WeightUpdate | None = None,
+    matrix_specs: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The end of a chain: −η (u + λ p) of a direction u, changed as `weight_update` says.
+
+    ```python
+    adam_h = optax.chain(
+        optax.scale_by_adam(), descend(3e-3, weight_update=WeightUpdate(hyperball=True))
+    )
+    ```
+
+    Args:
+      learning_rate: η, a float, a traced scalar or a schedule.
+      weight_decay: λ, a float or a schedule.
+      mask: which parameters decay, a tree of bools or a function from parameters to one.
+      weight_update: None is −η (u + λ p) itself.
+      matrix_specs: `MatrixSpec`s, see `resolve_specs`.
+
+    Raises:
+      ValueError: in init, `hyperball` meets a matrix of zeros.
+    """
+    rule = Rule([], weight_decay, learning_rate)
+
+    def make(specs: Tree, decays: Any) -> optax.GradientTransformation:
+        return in_float32(optax.chain(*descent(rule, weight_update, specs, decays)))
+
+    return per_matrix(make, matrix_specs, mask)
+
+
+def descent(
+    rule: Rule, weight_update: WeightUpdate | None, specs: Tree, decays: Any
+) -> list[optax.GradientTransformation]:
+    """`descend` of a rule, with the spec of each parameter."""
+    decay = optax.add_decayed_weights(rule.weight_decay, decays)
+    rate = optax.scale_by_learning_rate(rule.learning_rate)
+    if weight_update is None:
+        return [decay, rate]
+    hooks = weight_update
+    factor = 1.0 if hooks.coupled_decay is None else hooks.coupled_decay
+    coupling = optax.scale_by_learning_rate(factor, flip_sign=False)
+
+    def init_fn(params: Tree) -> DescendState:
+        check_no_zero_matrix(params, hooks, specs)
+        return DescendState(*(part.init(params) for part in (decay, coupling, rate)))
+
+    def direction(
+        spec: MatrixSpec, u: jax.Array, p: jax.Array, decayed: jax.Array, coupled: jax.Array
+    ) -> jax.Array:
+        if spec.kind not in hooks.kinds:
+            return u + decayed
+        if hooks.hyperball:
+            return u * (norms(p, spec) / jnp.maximum(norms(u, spec), 1e-10))
+        if hooks.cautious_decay:
+            coupled = jnp.where(u * p >= 0, coupled, 0)
+        if hooks.floor is not None:
+            length, weight = (jnp.maximum(norms(x, spec), 1e-8) for x in (u, p))
+            u = u * jnp.maximum(hooks.floor * weight / length, 1)
+        return u + coupled
+
+    def on_sphere(spec: MatrixSpec, update: jax.Array, p: jax.Array) -> jax.Array:
+        if spec.kind not in hooks.kinds:
+            return update
+        moved = p + update
+        return moved * (norms(p, spec) / jnp.maximum(norms(moved, spec), 1e-10)) - p
+
+    def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, DescendState]:
+        zeros = optax.tree.zeros_like(updates)
+        decayed, decay_state = decay.update(zeros, state.decay, params)
+        coupled, coupling_state = coupling.update(decayed, state.coupling)
+        updates = jax.tree.map(direction, specs, updates, params, decayed, coupled)
+        updates, rate_state = rate.update(updates, state.rate)
+        if hooks.hyperball:
+            updates = jax.tree.map(on_sphere, specs, updates, params)
+        return updates, DescendState(decay_state, coupling_state, rate_state)
+
+    return [optax.GradientTransformation(init_fn, update_fn)]
+
+
 def by_kind(
-    rules: Mapping[str, Rule], matrix_specs: Any, mask: Any
+    rules: Mapping[str, Rule],
+    matrix_specs: Any,
+    mask: Any,
+    weight_update: WeightUpdate | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An optimizer with a rule for each kind of parameter; kinds with the same rule share a state.
 
@@ -160,6 +336,7 @@ def by_kind(
         other, "embedding".
       matrix_specs: see `resolve_specs`.
       mask: which parameters decay, a tree of bools or a function from parameters to one.
+      weight_update: see `descend`.
     """
     names = {rule: name for name, rule in reversed(list(rules.items()))}
 
@@ -177,8 +354,7 @@ def by_kind(
                     part.make(own) if isinstance(part, PerMatrix) else part
                     for part in rule.direction
                 ),
-                optax.add_decayed_weights(rule.weight_decay, decays),
-                optax.scale_by_learning_rate(rule.learning_rate),
+                *descent(rule, weight_update, own, decays),
             )
 
         chains: dict[Any, Any] = {name: chain(rule) for rule, name in names.items()}

@@ -66,6 +66,7 @@ from maxmars.optim._rules import (
     Scalar,
     ScalarOrSchedule,
     Tree,
+    WeightUpdate,
     bias_correction,
     by_kind,
     cast_like,
@@ -218,6 +219,7 @@ def soap(
     eps: Scalar = 1e-8,
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Any = None,
+    weight_update: WeightUpdate | None = None,
     precondition_frequency: int | jax.Array = 10,
     max_precondition_dim: int | None = None,
     mu_dtype: Any = None,
@@ -242,6 +244,7 @@ def soap(
       weight_decay: decoupled decay λ of the matrices, multiplied by η; a float or a schedule. The
         official code and maxmars's trainer have 0.01. Nothing decays in the first step.
       mask: which parameters decay, a tree of bools or a function from parameters to one.
+      weight_update: changes of −η (u + λ p): hyperball, floor, cautious or coupled decay.
       precondition_frequency: k, steps between two power iterations of the bases.
       max_precondition_dim: longest side of a matrix that is preconditioned, None is 2048; a longer
         one keeps the identity. Gram matrix and basis of a side n are 2 n² numbers.
@@ -283,7 +286,7 @@ def soap(
         "vector": vector,
         "embedding": vector,
     }
-    return by_kind(rules, matrix_specs, mask)
+    return by_kind(rules, matrix_specs, mask, weight_update)
 
 
 def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> Any:

@@ -37,6 +37,9 @@ from maxmars.distributed.sharding import like_params
 from maxmars.model.parameters import COMPONENTS, Parameters
 from maxmars.optim import (
     GradientRequest,
+    WeightUpdate,
+    check_no_zero_matrix,
+    descend,
     describe,
     mars,
     muon,
@@ -102,6 +105,7 @@ def make_optimizer(
     parameters: Parameters,
     learning_rate: optax.ScalarOrSchedule,
     *,
+    rate_fraction: Any = 1.0,
     batch_tokens: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
     """The optax optimizer of a model's parameters (a nested dict).
@@ -110,25 +114,33 @@ def make_optimizer(
       optimizer: which optimizer, with its hyperparameters.
       parameters: which of them are matrices and which decay, and how they lie on their mesh.
       learning_rate: in place of the config's: a traced scalar (this step's rate) or a schedule.
+      rate_fraction: the learning rate over its peak, which a coupled decay follows.
       batch_tokens: targets a step, which a user's own optimizer may ask for.
     """
     rules, mesh = update_rules(optimizer, parameters), parameters.mesh
     decays = jax.tree.map(lambda rule: bool(rule.weight_decay), rules)
+    weight_update = _weight_update(optimizer, rate_fraction)
     match optimizer:
-        case AdamWConfig():
-            tx = optax.adamw(learning_rate, mask=decays, **_options(optimizer))
-        case NAdamWConfig():
-            tx = optax.nadamw(learning_rate, mask=decays, **_options(optimizer))
-        case AdEMAMixConfig():
-            alpha, b3 = _mixing_schedules(optimizer)
-            options = _options(optimizer, "alpha", "b3", "mixing_warmup_steps")
-            tx = optax.contrib.ademamix(learning_rate, mask=decays, alpha=alpha, b3=b3, **options)
-        case LionConfig():
-            tx = optax.lion(learning_rate, mask=decays, **_options(optimizer))
+        case AdamWConfig() | NAdamWConfig() | AdEMAMixConfig() | LionConfig():
+            make, options = _of_optax(optimizer)
+            if weight_update is None:
+                tx = make(learning_rate, mask=decays, **options)
+            else:
+                tx = optax.chain(
+                    make(-1.0, **options | {"weight_decay": 0.0}),  # the direction
+                    descend(
+                        learning_rate,
+                        optimizer.weight_decay,
+                        decays,
+                        weight_update=weight_update,
+                        matrix_specs=parameters.specs,
+                    ),
+                )
         case SoapConfig():
             tx = soap(
                 learning_rate,
                 mask=decays,
+                weight_update=weight_update,
                 matrix_specs=parameters.specs,
                 mesh=mesh if mesh is not None and mesh.size > 1 else None,
                 **_options(optimizer),
@@ -138,6 +150,7 @@ def make_optimizer(
             tx = make(
                 learning_rate,
                 mask=decays,
+                weight_update=weight_update,
                 matrix_specs=parameters.split_specs(optimizer.qkv),
                 mesh=mesh,
                 ownership_axes=mesh.axis_names if mesh and optimizer.own_over_data else None,
@@ -146,6 +159,43 @@ def make_optimizer(
         case OptaxConfig():
             tx, _ = _own_optimizer(optimizer, parameters, learning_rate, batch_tokens)
     return optax.with_extra_args_support(tx)
+
+
+def _weight_update(optimizer: OptimizerConfig, rate_fraction: Any = 1.0) -> WeightUpdate | None:
+    """The changes of the update that a config asks for."""
+    if isinstance(optimizer, OptaxConfig) or not optimizer.weight_update.names:
+        return None
+    hooks = vars(optimizer.weight_update)
+    return WeightUpdate(
+        **hooks | {"coupled_decay": rate_fraction if hooks["coupled_decay"] else None}
+    )
+
+
+def check_start(optimizer: OptimizerConfig, parameters: Parameters, params: Any) -> None:
+    """Check the values of a run's first parameters.
+
+    Raises:
+      ValueError: one never moves under the optimizer.
+    """
+    if weight_update := _weight_update(optimizer):
+        check_no_zero_matrix(params, weight_update, parameters.specs)
+
+
+def _of_optax(
+    optimizer: AdamWConfig | NAdamWConfig | AdEMAMixConfig | LionConfig,
+) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
+    """An optimizer of optax, and its options but for the rate."""
+    match optimizer:
+        case AdamWConfig():
+            return optax.adamw, _options(optimizer)
+        case NAdamWConfig():
+            return optax.nadamw, _options(optimizer)
+        case LionConfig():
+            return optax.lion, _options(optimizer)
+        case AdEMAMixConfig():
+            alpha, b3 = _mixing_schedules(optimizer)
+            options = _options(optimizer, "alpha", "b3", "mixing_warmup_steps")
+            return optax.contrib.ademamix, options | {"alpha": alpha, "b3": b3}
 
 
 def _mixing_schedules(
@@ -374,7 +424,11 @@ def _check_requests(
 
 def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:
     """The fields of a config that are arguments of the same name."""
-    names = {f.name for f in dataclasses.fields(optimizer)} - {"learning_rate", *without}
+    names = {f.name for f in dataclasses.fields(optimizer)} - {
+        "learning_rate",
+        "weight_update",
+        *without,
+    }
     return {name: getattr(optimizer, name) for name in names}
 
 

@@ -39,6 +39,7 @@ from maxmars.model.parameters import COMPONENTS, Parameters, init_params
 from maxmars.optim import GradientRequest, requests_of
 from maxmars.train.compiler_options import compiler_options
 from maxmars.train.optimizer import (
+    check_start,
     evaluated_in_words,
     follows_rate,
     make_optimizer,
@@ -150,13 +151,17 @@ def init_train_state(
         parameters.
 
     Raises:
-      ValueError: the mesh does not divide the model or the batch.
+      ValueError: the mesh does not divide the model or the batch, or the optimizer cannot move a
+        parameter.
     """
     if given is None:
         create_all = make_initializer(config, parameters)
         hyperparams = make_hyperparams(config, parameters)
-        return TrainState(**create_all(np.uint32(config.seed), hyperparams))
+        state = TrainState(**create_all(np.uint32(config.seed), hyperparams))
+        check_start(config.optimizer, parameters, state.params)
+        return state
     state = TrainState(**vars(abstract_train_state(config, parameters)) | dict(given))
+    check_start(config.optimizer, parameters, state.params)
     leaves, structure = jax.tree.flatten(state)
     missing = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
 
@@ -284,10 +289,15 @@ def _hyperparams(config: TrainConfig, parameters: Parameters) -> dict[str, np.nd
 
 
 def _optimizer(
-    config: TrainConfig, parameters: Parameters, learning_rate: optax.ScalarOrSchedule
+    config: TrainConfig, parameters: Parameters, learning_rate: Any, rate_fraction: Any = 1.0
 ) -> optax.GradientTransformationExtraArgs:
-    tokens = config.tokens_per_step
-    return make_optimizer(config.optimizer, parameters, learning_rate, batch_tokens=tokens)
+    return make_optimizer(
+        config.optimizer,
+        parameters,
+        learning_rate,
+        rate_fraction=rate_fraction,
+        batch_tokens=config.tokens_per_step,
+    )
 
 
 def _watches_norms(config: TrainConfig) -> bool:
@@ -451,7 +461,8 @@ def _step(
     batch, mask_mean = _with_mean_mask_one(batch)
     if takes_dropout(config.model):
         batch = {**batch, "dropout_keys": _dropout_keys(config, state)}
-    learning_rate = state.hyperparams["learning_rate"] * make_schedule(config)(state.step)
+    rate_fraction = make_schedule(config)(state.step)
+    learning_rate = state.hyperparams["learning_rate"] * rate_fraction
     components = parameters.components
 
     # Estimates of curvature square the gradients on drawn labels, and need them as a mean.
@@ -500,7 +511,7 @@ def _step(
     }
 
     def update() -> tuple[_Written, Metrics]:
-        tx = _optimizer(config, parameters, learning_rate)
+        tx = _optimizer(config, parameters, learning_rate, rate_fraction)
         updates, opt_state = tx.update(
             gradients.clipped(),
             state.opt_state,

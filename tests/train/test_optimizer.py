@@ -1,5 +1,6 @@
 """Kinds, matrices, rules and parts of parameters; the optimizer and schedule of a config."""
 
+import dataclasses
 import inspect
 
 import docstring_parser
@@ -12,6 +13,7 @@ from flax import nnx
 from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
 
 from maxmars.config import (
+    AdamWConfig,
     AdEMAMixConfig,
     LionConfig,
     MarsConfig,
@@ -20,6 +22,7 @@ from maxmars.config import (
     NAdamWConfig,
     ScheduleConfig,
     SoapConfig,
+    WeightUpdateConfig,
 )
 from maxmars.distributed import sharding
 from maxmars.model import GPT2
@@ -58,7 +61,7 @@ def test_a_docstring_says_where_the_config_has_another_default(function, config)
     words = {p.arg_name: p.description for p in docstring_parser.parse(function.__doc__).params}
     for name, parameter in inspect.signature(function).parameters.items():
         default = getattr(config, name, parameter.default)
-        if default != parameter.default and name != "learning_rate":
+        if default != parameter.default and name not in ("learning_rate", "weight_update"):
             assert f"{default:g}" in words[name].replace(",", ""), name
 
 
@@ -81,6 +84,11 @@ def first_step(optimizer, params, grads):
         MuonConfig(weight_decay=0.1, decay_embeddings=True, embeddings="orthogonalize"),
         MuonConfig(weight_decay=0.1, vector_weight_decay=0.2),
         LionConfig(),
+        AdamWConfig(weight_update=WeightUpdateConfig(hyperball=True)),
+        NAdamWConfig(weight_update=WeightUpdateConfig(floor=0.35)),
+        LionConfig(weight_update=WeightUpdateConfig(cautious_decay=True)),
+        MuonConfig(weight_decay=0.1, weight_update=WeightUpdateConfig(hyperball=True)),
+        MarsConfig(weight_update=WeightUpdateConfig(hyperball=True, kinds=("matrix", "embedding"))),
     ],
 )
 def test_rules_say_what_the_optimizer_does(optimizer):
@@ -95,6 +103,34 @@ def test_rules_say_what_the_optimizer_does(optimizer):
         np.testing.assert_allclose(after, before * factor, rtol=1e-6)
 
     jax.tree.map(check, params, after, update_rules(optimizer, Parameters(MODEL)))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [AdamWConfig(), AdEMAMixConfig(weight_decay=0.1), SoapConfig(weight_decay=0.1), MuonConfig()],
+)
+def test_a_coupled_decay_follows_the_schedule(optimizer):
+    decays = dataclasses.replace(
+        optimizer,
+        weight_decay=0.1,
+        weight_update=WeightUpdateConfig(coupled_decay=True),
+    )
+    params = jax.tree.map(lambda x: x + 1, random_params(MODEL))
+    grads = jax.tree.map(np.zeros_like, params)
+
+    @jax.jit
+    def step(rate_fraction):
+        tx = make_optimizer(
+            decays, Parameters(MODEL), 0.1 * rate_fraction, rate_fraction=rate_fraction
+        )
+        state = tx.update(grads, tx.init(params), params)[1]  # SOAP's first step is none
+        return tx.update(grads, state, params)[0]
+
+    updates = step(jnp.float32(0.3))
+    kernel = ("h", "attn", "c_attn", "kernel")
+    for name in kernel:
+        updates, params = updates[name], params[name]
+    np.testing.assert_allclose(updates, -0.1 * 0.3 * 0.1 * 0.3 * params, rtol=1e-5)
 
 
 def test_rules_say_the_rates():

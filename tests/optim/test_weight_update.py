@@ -1,0 +1,204 @@
+"""Hyperball, floor, cautious and coupled decay: in NumPy, on meshes, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from gpt2_matrices import make_mesh
+from jax.sharding import NamedSharding, PartitionSpec
+from refusals import refused
+
+from maxmars.optim import (
+    MatrixSpec,
+    WeightUpdate,
+    check_no_zero_matrix,
+    descend,
+    mars,
+    muon,
+    soap,
+)
+from maxmars.plan.collectives import collectives
+
+STEPS, DECAY = 50, 0.1
+PARTITIONS = {
+    "stack": PartitionSpec(None, "fsdp", "tensor"),
+    "table": PartitionSpec("tensor", "fsdp"),
+    "bias": PartitionSpec("fsdp"),
+}
+SPECS = {
+    "stack": MatrixSpec(batch=(0,), rows=(1,), cols=(2,), partition=PARTITIONS["stack"]),
+    "table": MatrixSpec(rows=(0,), cols=(1,), partition=PARTITIONS["table"], embedding=True),
+    "bias": MatrixSpec(rows=(), cols=(0,)),
+}
+SHAPES = {"stack": (3, 8, 16), "table": (8, 16), "bias": (8,)}
+
+
+def draw(seed):
+    """Layers of very different scale, an output without gradients, and an input of one without."""
+    rng = np.random.default_rng(seed)
+    arrays = {name: rng.standard_normal(shape) for name, shape in SHAPES.items()}
+    arrays["stack"] *= np.array([1e-4, 1, 1e4])[:, None, None]
+    return arrays
+
+
+def gradients(step):
+    grads = draw(1 + step)
+    grads["stack"][:, :, 3] = 0
+    grads["stack"][:, 1, 2] = 0
+    return jax.tree.map(lambda g: g * (step > 0), grads)
+
+
+def fraction(step):
+    return 1 - step / (2 * STEPS)
+
+
+def rate(count):
+    return 0.01 * fraction(jnp.asarray(count, float))
+
+
+def norm(x):
+    return np.sqrt(np.sum(x**2))
+
+
+def plain(p, u, eta):
+    return p - eta * (u + DECAY * p)
+
+
+def on_sphere(p, u, eta):
+    moved = p - eta * u * norm(p) / max(norm(u), 1e-10)
+    return moved * norm(p) / max(norm(moved), 1e-10)
+
+
+def with_floor(p, u, eta):
+    u = u * max(1, 0.9 * max(norm(p), 1e-8) / max(norm(u), 1e-8))
+    return p - eta * (u + DECAY * p * (u * p >= 0))
+
+
+CHANGES = {
+    "hyperball": (WeightUpdate(hyperball=True), on_sphere),
+    "floor and cautious": (WeightUpdate(floor=0.9, cautious_decay=True), with_floor),
+    "cautious": (
+        WeightUpdate(cautious_decay=True),
+        lambda p, u, eta: p - eta * (u + DECAY * p * (u * p >= 0)),
+    ),
+    "coupled": (
+        WeightUpdate(coupled_decay=lambda count: fraction(jnp.asarray(count, float))),
+        lambda p, u, eta: p - eta * (u + DECAY * eta / 0.01 * p),
+    ),
+}
+
+
+@pytest.mark.parametrize("kinds", [("matrix",), ("matrix", "embedding", "vector")])
+@pytest.mark.parametrize("name", CHANGES)
+def test_it_is_the_rule_in_numpy_for_each_matrix_of_a_stack(x64, name, kinds):
+    weight_update, rule = CHANGES[name]
+    weight_update = WeightUpdate(**vars(weight_update) | {"kinds": kinds})
+    tx = optax.chain(
+        optax.scale_by_adam(0.9, 0.95),
+        descend(rate, DECAY, weight_update=weight_update, matrix_specs=SPECS),
+    )
+    params = expected = draw(0)
+    state, update = tx.init(params), jax.jit(tx.update)
+    mean = square = jax.tree.map(np.zeros_like, params)
+    for step in range(STEPS):
+        grads = gradients(step)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+
+        mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, grads)
+        square = jax.tree.map(lambda v, g: 0.95 * v + 0.05 * g**2, square, grads)
+        corrections = (1 - 0.9 ** (step + 1), 1 - 0.95 ** (step + 1))
+        u = {
+            name: mean[name] / corrections[0] / (np.sqrt(square[name] / corrections[1]) + 1e-8)
+            for name in SHAPES
+        }
+        eta = 0.01 * fraction(step)
+        layers = [rule(*each, eta) for each in zip(expected["stack"], u["stack"], strict=True)]
+        table, bias = (rule if kind in kinds else plain for kind in ("embedding", "vector"))
+        expected = {
+            "stack": np.stack(layers),
+            "table": table(expected["table"], u["table"], eta),
+            "bias": bias(expected["bias"], u["bias"], eta),
+        }
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12), params, expected)
+
+
+OPTIMIZERS = {
+    "muon": (muon, {"ns_dtype": "float64"}),
+    "mars": (mars, {"optimize_vectors": True}),
+    "mars m": (mars, {"variant": "m", "ns_dtype": "float64"}),
+    # Rounding decides about equal eigenvalues, and about signs.
+    "soap": (soap, {"eps": 1e-2, "max_precondition_dim": 8}),
+}
+
+
+def trained(name, weight_update, mesh=None, steps=4):
+    make, options = OPTIMIZERS[name]
+    given = {"mesh": mesh} if mesh is None or name != "mars" else {}
+    tx = make(
+        0.03, weight_decay=0.1, weight_update=weight_update, matrix_specs=SPECS, **options, **given
+    )
+    layout = mesh and {key: NamedSharding(mesh, partition) for key, partition in PARTITIONS.items()}
+    put = (lambda tree: tree) if mesh is None else lambda tree: jax.device_put(tree, layout)
+    params = put(draw(0))
+    state, update = tx.init(params), jax.jit(tx.update)
+    for step in range(steps):
+        updates, state = jax.block_until_ready(update(put(gradients(step + 1)), state, params))
+        params = optax.apply_updates(params, updates)
+    program = update.lower(params, state, params).compile()
+    return params, program
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("muon", (1, 8, 1)), ("mars", (2, 2, 2)), ("mars m", (1, 4, 2)), ("soap", (1, 4, 2))],
+)
+def test_a_mesh_changes_nothing_and_moves_one_number_a_matrix(x64, name, shape):
+    mesh = make_mesh(shape)
+    for weight_update in (
+        WeightUpdate(hyperball=True, kinds=("matrix", "embedding")),
+        WeightUpdate(floor=0.9, cautious_decay=True),
+    ):
+        expected, _ = trained(name, weight_update)
+        params, program = trained(name, weight_update, mesh)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-11), params, expected)
+        _, without = trained(name, None, mesh)
+        more = sum(c.bytes for c in collectives(program, mesh) if c.op != "all-to-all")
+        more -= sum(c.bytes for c in collectives(without, mesh) if c.op != "all-to-all")
+        assert 0 < more <= 8 * 8 * 10  # a few norms of four matrices, in float64
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_under_hyperball_every_optimizer_keeps_the_norms_and_moves(x64, name):
+    before = draw(0)["stack"]
+    after = trained(name, WeightUpdate(hyperball=True))[0]["stack"]
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_allclose(norm(new), norm(old), rtol=1e-14)
+        assert norm(new - old) > 0.03 * norm(old)
+
+
+def test_a_matrix_of_zeros_is_refused_by_name():
+    hyperball = WeightUpdate(hyperball=True)
+    params = {"h": {"kernel": jnp.ones((3, 4, 2)).at[1].set(0)}, "bias": jnp.zeros(3)}
+    specs = {"h": {"kernel": MatrixSpec(batch=(0,), rows=(1,), cols=(2,))}, "bias": None}
+    tx = muon(0.1, weight_update=hyperball, matrix_specs=specs)
+    for refuse in (
+        lambda: tx.init(params),
+        lambda: check_no_zero_matrix(params, hyperball, specs),
+        lambda: descend(0.1, weight_update=hyperball, matrix_specs=specs).init(params),
+    ):
+        with refused(ValueError, "h.kernel", "1"):
+            refuse()
+    jax.jit(tx.init)(params)  # which sees no values
+    check_no_zero_matrix(params, WeightUpdate(floor=0.35), specs)
+    muon(0.1, weight_update=WeightUpdate(floor=0.35), matrix_specs=specs).init(params)
+
+
+def test_what_does_not_go_together_is_refused():
+    with refused(ValueError, "hyperball", "floor"):
+        WeightUpdate(hyperball=True, floor=0.35)
+    with refused(ValueError, "floor", "-1.0"):
+        WeightUpdate(floor=-1.0)
+    with refused(ValueError, "norms", "vector"):
+        WeightUpdate(kinds=("norms",))
