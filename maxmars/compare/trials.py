@@ -226,7 +226,8 @@ def _keep_code(config: TrainConfig, workdir: Path) -> None:
     """Copy the Python files that a config names to where `with_kept_code` finds them."""
     for source in sources_in(config):
         if source.as_it_is() == source:
-            write_bytes(workdir / _kept_in(source) / Path(source.file).name, source.text())
+            for name, text in source.files().items():
+                write_bytes(workdir / _kept_in(source) / name, text)
 
 
 def _kept_in(source: Source) -> str:

@@ -24,8 +24,9 @@ from maxmars.config.comparison import ComparisonConfig
 from maxmars.config.credentials import refuse_credentials
 from maxmars.config.errors import in_words
 from maxmars.config.optimizer import OptaxConfig
+from maxmars.config.own_modules import files_of, run_files
 from maxmars.config.train import TrainConfig, with_own_defaults
-from maxmars.config.user_code import Source, import_file, relative_to, with_sources
+from maxmars.config.user_code import Source, relative_to, with_sources
 
 _ROOM = Path(__file__).parent
 
@@ -124,7 +125,7 @@ def _called(path: Path, function: Callable[..., Any], arguments: dict[str, Any],
 
 def _function(path: Path, name: str) -> Callable[..., Any] | None:
     with _in_config_file(path):
-        function = getattr(import_file(path), name, None)
+        function = getattr(run_files(path, files_of(path)), name, None)
     return function if callable(function) else None
 
 

@@ -1,5 +1,5 @@
-"""Python files of the user: config files, and functions that a config names as `FILE.py:NAME`; and
-optimizers of installed packages, which it names as `module:NAME`."""
+"""Functions of the user's own, which a config names as `FILE.py:NAME`; and optimizers of installed
+packages, which it names as `module:NAME`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import hashlib
 import importlib
 import inspect
 import math
-import sys
-import types
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from maxmars.config.errors import about
+from maxmars.config.own_modules import digest_of, files_of, run_files
 
 
 @dataclass(frozen=True, repr=False)
@@ -34,7 +32,8 @@ class Source:
     function: str
     """Its name; of an installed package `module:NAME`."""
     sha256: str | None
-    """Of the file's text when the config was made, in hex. None if there was no such file."""
+    """Of the file, and of what it imports from its folder, when the config was made (`digest_of`).
+    None if there was no such file."""
     is_recorded: bool = field(default=False, compare=False)
     """Whether a record names it: `load` then runs no file, only `recorded_copy` of it."""
 
@@ -46,7 +45,7 @@ class Source:
         field: str = "optimizer.make",
         example: str = "my_optimizer.py:make",
     ) -> Source:
-        """The function that `FILE.py:NAME` names, with the digest of the file's present text; in
+        """The function that `FILE.py:NAME` names, with the present digest of its files; in
         `optimizer.make` also `module:NAME` of an installed package. In a config file the path is
         relative to that file (`relative_to`), elsewhere to the working directory.
 
@@ -71,18 +70,18 @@ class Source:
         return cls(file=str(folder / file), function=function, sha256=None).as_it_is()
 
     def as_it_is(self) -> Source:
-        """The same function with the digest of the text that the file has now."""
+        """The same function with the digest of the texts that its files have now."""
         if not self.file:
             return self
         path = Path(self.file)
-        digest = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        digest = digest_of(files_of(path)) if path.is_file() else None
         return dataclasses.replace(self, sha256=digest)
 
     def load(self, *, field: str = "source") -> Callable[..., Any]:
         """The function; its file is run. An error says `field`.
 
         Raises:
-          FileNotFoundError, ValueError: see `text`; there is no such function or package; or a
+          FileNotFoundError, ValueError: see `files`; there is no such function or package; or a
             record names it, of which only copies in sources/ run (`recorded_copy`), and functions
             of optax. Any other exception was raised by the file's own code.
         """
@@ -95,7 +94,7 @@ class Source:
         with about(f"{field}={self!r}"):
             if self.file:
                 path, name = Path(self.file), self.function
-                module = _run(path.resolve(), str(path), self.text())
+                module = run_files(path, self.files())
             else:
                 package, _, name = self.function.partition(":")
                 try:
@@ -109,13 +108,13 @@ class Source:
             raise ValueError(f"{field}={self!r}: there is no function {name!r} in it.")
         return function
 
-    def text(self) -> bytes:
-        """The text of the file when the config was made. What was read once stays, so that a file
-        may be edited while a run goes on.
+    def files(self) -> dict[str, bytes]:
+        """The texts of the file, and of what it imports from its folder, when the config was made;
+        see `files_of`. What was read once stays, so that a file may be edited while a run goes on.
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: the file has changed.
+          ValueError: the files have changed.
         """
         digest = self.sha256 or self.as_it_is().sha256
         if digest is None:
@@ -124,6 +123,11 @@ class Source:
                 "file."
             )
         return _read(Path(self.file), digest)
+
+    def names(self) -> set[str]:
+        """The files of `files`, by their paths relative to the folder of the first."""
+        path = Path(self.file)
+        return {*files_of(path)} if path.is_file() else {path.name}
 
     @property
     def written(self) -> str:
@@ -148,15 +152,14 @@ class Source:
 
 
 @functools.cache
-def _read(path: Path, sha256: str) -> bytes:
-    text = path.read_bytes()
-    digest = hashlib.sha256(text).hexdigest()
-    if digest != sha256:
+def _read(path: Path, sha256: str) -> dict[str, bytes]:
+    files = files_of(path)
+    if (digest := digest_of(files)) != sha256:
         raise ValueError(
-            f"{path} has changed since the config was made: its SHA-256 is {digest[:16]}, and was "
-            f"{sha256[:16]}. Undo the change, or start again."
+            f"{' or '.join(files)} in {path.parent} has changed since the config was made: the "
+            f"SHA-256 is {digest[:16]}, and was {sha256[:16]}. Undo the change, or start again."
         )
-    return text
+    return files
 
 
 _FOLDER = contextvars.ContextVar[Path | None](
@@ -249,36 +252,6 @@ def _defaults_in_file(source: Source) -> dict[str, Any]:
             value = float(value) if type(value) is int else value
         defaults[argument.arg] = value
     return defaults
-
-
-def import_file(path: Path) -> types.ModuleType:
-    """Run a Python file as a module; a file that ran before and did not change runs no second time.
-
-    So a class of the file is one class, wherever the file is named: JAX takes pytrees of two for
-    different ones.
-
-    Raises:
-      ValueError: it is no Python. Any other exception was raised by the file's own code.
-    """
-    return _run(path.resolve(), str(path), path.read_bytes())
-
-
-@functools.cache
-def _run(path: Path, shown: str, text: bytes) -> types.ModuleType:
-    # A name of its own, so that a config called gpt2.py hides no module; registered because
-    # dataclasses of the file look their module up.
-    digest = hashlib.sha256(str(path).encode()).hexdigest()[:12]
-    module = types.ModuleType(f"maxmars_user_{digest}")
-    module.__file__ = shown
-    sys.modules[module.__name__] = module
-    # Compiled here rather than by importlib, which would trust a .pyc of the same second.
-    try:
-        code = compile(text, shown, "exec")
-    except SyntaxError as error:
-        line = (error.text or "").strip()
-        raise ValueError(f"{shown}:{error.lineno}: {error.msg}: {line}") from error
-    exec(code, module.__dict__)
-    return module
 
 
 def with_tuples(options: Any, name: str) -> Any:

@@ -185,7 +185,7 @@ class OwnWindows:
         name, options = self._function.function, self._options
         known = [name, options, self.split, self.length, len(self), self.vocabulary.tokenizer]
         payload = json.dumps([*known, *self._digests], sort_keys=True).encode()
-        sha = hashlib.sha256(self._function.text() + payload)
+        sha = hashlib.sha256(b"".join(self._function.files().values()) + payload)
         for number in (0, len(self) - 1):
             once, again = (self.read(np.array([number])) for _ in range(2))
             if any(not np.array_equal(once[name], again[name]) for name in once):

@@ -2,16 +2,16 @@
 
 Only the copy that the run keeps in its `sources/`, and only if that copy has the SHA-256 that was
 recorded; of installed packages only optax, which `Source.load` looks at. The rule covers the
-files that the record names, and not what these import.
+files that the record names, and what these import from their own folders.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from pathlib import Path
 from typing import TypeVar
 
+from maxmars.config.own_modules import digest_of, files_of
 from maxmars.config.user_code import Source, with_sources
 from maxmars.distributed.files import Workdir, cache_directory, is_remote, write_bytes
 
@@ -46,8 +46,8 @@ def recorded_copy(source: Source, run: Workdir, folder: str, way_out: str) -> So
     """
     kept = run / folder / Path(source.file).name
     is_inside = is_remote(kept) or Path(kept).resolve().is_relative_to(Path(run).resolve())
-    text = kept.read_bytes() if is_inside and kept.is_file() else b""
-    sha256 = hashlib.sha256(text).hexdigest()
+    files = files_of(kept) if is_inside and kept.is_file() else {}
+    sha256 = digest_of(files)
     if sha256 != source.sha256:
         found = f"has the SHA-256 {sha256[:16]}" if kept.is_file() else "is missing"
         found = found if is_inside else "is a link to elsewhere"
@@ -58,5 +58,6 @@ def recorded_copy(source: Source, run: Workdir, folder: str, way_out: str) -> So
         )
     if is_remote(kept):
         kept = cache_directory() / "sources" / sha256 / kept.name
-        write_bytes(kept, text)
+        for name, text in files.items():
+            write_bytes(kept.parent / name, text)
     return dataclasses.replace(source, file=str(kept), is_recorded=False)

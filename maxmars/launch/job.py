@@ -32,6 +32,7 @@ from maxmars.config.checkout import COMMIT, git_commit
 from maxmars.config.checks import CheckedConfig, NotNegative, Positive, UsageError
 from maxmars.config.errors import about
 from maxmars.config.load import find_config
+from maxmars.config.own_modules import files_of
 from maxmars.config.user_code import Source
 
 CONSTRAINTS = "launch-constraints.txt"
@@ -214,7 +215,13 @@ def pack(
     path = config_file.resolve()
     inside = path.is_relative_to(root)
     name = str(path.relative_to(root)) if inside else f"launch-config/{path.name}"
-    contents[name] = path.read_bytes()
+    own: set[Path] = set()
+
+    def add(file: Path, files: Mapping[str, bytes], place: Path) -> None:
+        own.update(file.parent / relative for relative in files)
+        contents.update({str(place / relative): text for relative, text in files.items()})
+
+    add(path, files_of(path), Path(name).parent)
     for source in sources:
         folder = Path(name).parent
         packed = os.path.normpath(folder / os.path.relpath(source.file, config_file.parent))
@@ -224,9 +231,10 @@ def pack(
                 f"into the folder of {config_file}."
             )
         with about(f"source={source!r}"):
-            contents[packed] = source.text()
-    own = [path, *(Path(source.file).resolve() for source in sources)]
-    _check_imports(root, own, {*own, *((root / name).resolve() for name in contents)})
+            add(Path(source.file).resolve(), source.files(), Path(packed).parent)
+    scripts_of_run = [path, *(Path(source.file).resolve() for source in sources)]
+    packed_files = {*own, *((root / name).resolve() for name in contents)}
+    _check_imports(root, scripts_of_run, packed_files)
     if (commit := git_commit(root)) is not None:
         contents[COMMIT] = f"{commit}\n".encode()
     # Packages elsewhere get the versions that are installed, and so were tried, here.

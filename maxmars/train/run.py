@@ -13,7 +13,6 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -366,7 +365,8 @@ def _lock(
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         for folder, part in KEPT_SOURCES.items():
             for source in sources_in(getattr(config, part)):
-                write_bytes(workdir / folder / Path(source.file).name, source.text())
+                for name, text in source.files().items():
+                    write_bytes(workdir / folder / name, text)
     host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)
     progress.copy_to(stack.enter_context(host_log).write)
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

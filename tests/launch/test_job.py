@@ -110,7 +110,6 @@ def test_what_git_does_not_track_goes_along_only_by_name(checkout):
         ("maxmars/b.py", "", None),
         ("maxmars/cli/train.py", "from maxmars import b, new", "maxmars/new.py"),
         ("configs/a.py", "def f():\n  import new, json, jax", "new.py"),
-        ("configs/a.py", "from beside import x", "configs/beside.py"),
         ("configs/optim.py", "import maxmars.new", "maxmars/new.py"),
         ("old.py", "import new", None),  # which the run does not import
     ],
@@ -118,7 +117,7 @@ def test_what_git_does_not_track_goes_along_only_by_name(checkout):
 def test_an_import_that_would_be_missing_is_named(checkout, file, line, missing):
     (checkout / "configs" / "optim.py").touch()
     (checkout / file).write_text(line)
-    for name in ("maxmars/new.py", "new.py", "configs/beside.py"):
+    for name in ("maxmars/new.py", "new.py"):
         (checkout / name).touch()
     sources = [Source.parse(f"{checkout}/configs/optim.py:make")]
 
@@ -127,7 +126,7 @@ def test_an_import_that_would_be_missing_is_named(checkout, file, line, missing)
         return names(pack(config, root=checkout, sources=sources, include=include))
 
     if missing is None:
-        assert packed().isdisjoint({"maxmars/new.py", "new.py", "configs/beside.py"})
+        assert packed().isdisjoint({"maxmars/new.py", "new.py"})
         return
     with refused(UsageError, f" {missing},"):
         packed()
@@ -136,11 +135,14 @@ def test_an_import_that_would_be_missing_is_named(checkout, file, line, missing)
     assert missing in packed()
 
 
-def test_an_import_beside_a_config_from_elsewhere_is_named(checkout, tmp_path):
+def test_what_a_config_imports_from_its_folder_goes_along(checkout, tmp_path):
+    (checkout / "configs" / "a.py").write_text("from beside import x")
+    (checkout / "configs" / "beside.py").touch()
+    assert "configs/beside.py" in names(pack(str(checkout / "configs" / "a.py"), root=checkout))
     (tmp_path / "mine.py").write_text("import helper")
     (tmp_path / "helper.py").touch()
-    with refused(UsageError, tmp_path / "helper.py", checkout):
-        pack(str(tmp_path / "mine.py"), root=checkout)
+    packed = names(pack(str(tmp_path / "mine.py"), root=checkout))
+    assert {"launch-config/mine.py", "launch-config/helper.py"} <= packed
     (tmp_path / "mine.py").write_text("")
     (tmp_path / "optim.py").write_text("def (")
     with refused(ValueError, f"{tmp_path}/optim.py:1"):
