@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -16,9 +15,10 @@ import tyro
 
 from maxmars.cli.parse import (
     ConfigArguments,
-    asks_for_help,
     parse_arguments,
+    parse_first,
     parse_options,
+    split_config,
 )
 from maxmars.config import OptaxConfig, Source, TrainConfig
 from maxmars.config.checks import CheckedConfig, UsageError
@@ -135,25 +135,20 @@ def _plan(argv: list[str]) -> tuple[CompareArguments, Comparison]:
     #
     # The options, such as --num-steps 500, are parsed once for each contender, on top of its own
     # config.
-    named, argv = tyro.cli(_Named, args=argv, return_unknown_args=True, add_help=False)
+    named, argv = parse_first(_Named, argv)
     optimizers = named.optimizers or ()
     _check_words("--optimizers", optimizers)
     if named.optimizers == () or not all(optimizers) or len({*optimizers}) < len(optimizers):
         raise UsageError(f"--optimizers {' '.join(optimizers)} must name optimizers, each once.")
-    spec, *options = argv or ["-"]
-    if spec.startswith("-") and not asks_for_help(argv):
-        raise UsageError(
-            f"{_PROG} needs a config before its options, for example `{_PROG} compare_tiny`. See "
-            f"`{_PROG} --help`."
-        )
-    if options and not spec.startswith("-") and not options[0].startswith("-"):
+    spec, options = split_config(argv, _PROG)
+    if spec is not None and options and not options[0].startswith("-"):
         raise UsageError(
             f"{_PROG} {spec} {options[0]}: one CONFIG makes a comparison. Name contenders by "
             "--optimizers A B, or return them from get_comparison() in a file."
         )
-    in_file = None if optimizers or spec.startswith("-") else load_comparison(spec)
+    in_file = None if optimizers or spec is None else load_comparison(spec)
     if in_file is not None:
-        parsed = _of_file(in_file, options, f"{_PROG} {shlex.quote(spec)}")
+        parsed = _of_file(in_file, options, f"{_PROG} {spec}")
     else:
         parsed = _of_words(argv, optimizers)
     arguments = next(iter(parsed.values()))
@@ -319,6 +314,8 @@ class ReportArguments(CheckedConfig):
 def run_report(argv: list[str]) -> int:
     """Run `maxmars report`."""
     arguments = parse_options(ReportArguments, argv, prog="maxmars report")
+    if not arguments.runs:
+        raise UsageError("maxmars report needs a RUN, such as runs/quickstart.")
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():

@@ -17,7 +17,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from maxmars.cli.parse import HELP, parse_options
+from maxmars.cli.help import HELP
+from maxmars.cli.parse import parse_options
 from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive, UsageError
 from maxmars.data.formats import open_directory
 from maxmars.data.metadata import (

