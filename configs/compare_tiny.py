@@ -40,6 +40,7 @@ Optimizer = Literal[
     "lion",
     "soap",
     "muon",
+    "normuon",
     "mars",
     "mars_exact",
     "mars_lion",
@@ -115,6 +116,8 @@ def get_optimizer(optimizer: Optimizer | Source) -> OptimizerConfig:
             return SoapConfig(learning_rate=8e-3)
         case "muon":
             return MuonConfig(learning_rate=2e-2)
+        case "normuon":
+            return MuonConfig(learning_rate=2e-2, row_normalization=0.95)
         case "mars":
             return MarsConfig(learning_rate=2e-3)
         case "mars_exact":

@@ -3,8 +3,8 @@
     maxmars train gpt2:size=small,optimizer=mars --data.path DIR --mesh.fsdp 8
 
 Choices: size=tiny|small|medium|large|xl|6.7b|13b, data=openwebtext|fineweb_edu, and
-optimizer=adamw|nadamw|ademamix|muon|moonlight|lion|soap|mars|mars_exact|mars_lion|mars_shampoo|
-mars_m.
+optimizer=adamw|nadamw|ademamix|muon|normuon|moonlight|lion|soap|mars|mars_exact|mars_lion|
+mars_shampoo|mars_m.
 `--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's and llm.c's are
 read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens. At 6.7b
 and 13b it is 1,024 sequences of 2,048 tokens.
@@ -27,6 +27,8 @@ Where the values come from (XL and tiny take large's and small's where nobody pu
   is Keller Jordan's. There the norms' rate ends at the minimum as well; here one schedule
   multiplies both rates, so theirs ends lower. There the norms decay by the rate after AdamW's
   correction of the bias, rate sqrt(1 - b2^t) / (1 - b1^t), here by the rate itself.
+* normuon: Muon's rates and decays, and its repository's decay of the rows' averages and AdamW for
+  embeddings; nobody has published it for these runs.
 * mars_m, moonlight: the MARS-M repository, with the decay of 0.1 of its README (its shipped configs
   say 0.01) on every parameter.
 * lion: the table of Sophia's repository; the decay is ten times AdamW's, Lion's own advice.
@@ -98,6 +100,7 @@ Optimizer = Literal[
     "nadamw",
     "ademamix",
     "muon",
+    "normuon",
     "moonlight",
     "lion",
     "soap",
@@ -254,6 +257,13 @@ def get_optimizer(optimizer: Optimizer | Source, recipe: Recipe, data: Data) -> 
                 vector_learning_rate_scale=recipe.vector / recipe.muon,
                 vector_weight_decay=0.1,
                 embeddings="orthogonalize",
+            )
+        case "normuon":
+            return MuonConfig(
+                learning_rate=recipe.muon,
+                vector_learning_rate_scale=recipe.vector / recipe.muon,
+                vector_weight_decay=0.1,
+                row_normalization=0.95,
             )
         case "moonlight":  # one rate for all, MARS-M's
             return MuonConfig(

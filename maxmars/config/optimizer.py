@@ -133,6 +133,9 @@ class NewtonSchulzConfig(DecayedConfig):
     """Newton-Schulz coefficients; keller's are those of the official Muon and MARS."""
     ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     """Type of the operands of Newton-Schulz and of its traffic."""
+    row_normalization: Fraction | None = None
+    """Divide each output row of what Newton-Schulz returns by the root of its moving mean square:
+    NorMuon (arXiv 2510.05491), whose decay of that average is 0.95. None does not."""
     own_over_data: bool = False
     """Distribute the matrices over the mesh's data axis too, not only over fsdp and tensor.
     Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
@@ -240,6 +243,11 @@ class MarsConfig(NewtonSchulzConfig):
             self.variant == "adamw" or not self.amsgrad,
             f"optimizer.amsgrad=True needs optimizer.variant=adamw, but it is {self.variant}.",
         )
+        require(
+            self.variant in ("shampoo", "m") or self.row_normalization is None,
+            f"optimizer.row_normalization={self.row_normalization} needs optimizer.variant=shampoo "
+            f"or m, but it is {self.variant}.",
+        )
 
     def own_rule_of(self, kind: Kind) -> UpdateRule:
         """The rule, `weight_update` aside."""
@@ -253,7 +261,8 @@ class MarsConfig(NewtonSchulzConfig):
 class MuonConfig(NewtonSchulzConfig):
     """Muon (Keller Jordan, 2024): orthogonalised Nesterov momentum on the linear layers' matrices,
     AdamW on norms, biases and, unless `embeddings` says otherwise, embeddings. With `ns_scale=rms`
-    and one rate for all it is Moonlight (arXiv 2502.16982)."""
+    and one rate for all it is Moonlight (arXiv 2502.16982); with `row_normalization=0.95`,
+    NorMuon."""
 
     learning_rate: Positive[float] = 2e-2
     weight_decay: NotNegative[float] = 0.0
@@ -276,7 +285,8 @@ class MuonConfig(NewtonSchulzConfig):
 
     def own_rule_of(self, kind: Kind) -> UpdateRule:
         """The rule, `weight_update` aside."""
-        return _rule_beside_adamw(self, kind, "muon", orthogonalizes=True)
+        name = "muon" if self.row_normalization is None else "normuon"
+        return _rule_beside_adamw(self, kind, name, orthogonalizes=True)
 
 
 def _rule_beside_adamw(

@@ -9,6 +9,7 @@ they go. The train step makes `data` Manual where gradients of microbatches add 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -358,7 +359,7 @@ def like_params(tree: Any, params: Any) -> Any:
     """NamedShardings of a tree, such as an abstract optimizer state, by the parameters' shardings.
 
     A leaf takes the sharding of a parameter if its path ends with the parameter's path and their
-    shapes agree; the other leaves are replicated.
+    shapes agree, but for axes of which it has one entry; the other leaves are replicated.
 
     Args:
       tree: arrays, abstract or concrete.
@@ -374,8 +375,15 @@ def like_params(tree: Any, params: Any) -> Any:
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         for start in range(len(path)):
             param = by_path.get(names(path[start:]))
-            if param is not None and param.shape == leaf.shape:
+            if param is None or param.ndim != leaf.ndim:
+                continue
+            if param.shape == leaf.shape:
                 return param.sharding
+            alike = [own == size for own, size in zip(leaf.shape, param.shape, strict=True)]
+            if all(same or own == 1 for same, own in zip(alike, leaf.shape, strict=True)):
+                cuts = itertools.chain(param.sharding.spec, itertools.repeat(None))
+                kept = [cut if same else None for same, cut in zip(alike, cuts, strict=False)]
+                return NamedSharding(no_split.mesh, PartitionSpec(*kept))
         return no_split
 
     return jax.tree_util.tree_map_with_path(sharding, tree)

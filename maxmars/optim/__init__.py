@@ -24,6 +24,7 @@ from maxmars.optim._mars import (
 from maxmars.optim._matrices import MatrixSpec, describe, resolve_specs
 from maxmars.optim._newton_schulz import COEFFICIENTS, newton_schulz
 from maxmars.optim._orthogonalize import (
+    RowNormalizationState,
     orthogonalization_groups,
     orthogonalize,
     scale_by_orthogonalization,
@@ -41,6 +42,7 @@ __all__ = [
     "GradientRequest",
     "MatrixGroup",
     "MatrixSpec",
+    "RowNormalizationState",
     "ScaleByAmsgradState",
     "ScaleBySoapState",
     "WeightUpdate",

@@ -449,6 +449,7 @@ def mars(
     ns_eps: Scalar | None = None,
     ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "default",
+    row_normalization: Scalar | None = None,
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -495,6 +496,8 @@ def mars(
       ns_eps: added to the norm before Newton-Schulz; None is `eps` in shampoo and 1e-7 in m.
       ns_dtype: dtype of the operands of Newton-Schulz and of its traffic.
       ns_scale: "spectral", "rms" or None after Newton-Schulz; "default" is that of the variant.
+      row_normalization: β₂ of NorMuon after Newton-Schulz, 0.95 in its paper; None leaves it out.
+        See `scale_by_orthogonalization`.
       mesh: device mesh of the parameters; `MatrixSpec.partition` then says how each is split.
       ownership_axes: mesh axes over which whole matrices are dealt out, see
         `scale_by_orthogonalization`.
@@ -508,6 +511,11 @@ def mars(
     orthogonalizes = variant in ("shampoo", "m")
     if amsgrad and variant != "adamw":
         raise ValueError(f"amsgrad=True needs variant='adamw', but it is {variant!r}.")
+    if row_normalization is not None and not orthogonalizes:
+        raise ValueError(
+            f"row_normalization={row_normalization} needs variant='shampoo' or 'm', but it is "
+            f"{variant!r}."
+        )
     corrected: list[optax.GradientTransformation] = [
         correct_gradient(
             b1, gamma, exact=exact, first_step=first_step, last_grad_dtype=last_grad_dtype
@@ -540,6 +548,7 @@ def mars(
                 eps=ns_eps * (1 - b1) if variant == "shampoo" else ns_eps,
                 dtype=ns_dtype,
                 scale=ns_scale,
+                row_normalization=row_normalization,
                 mesh=mesh,
                 ownership_axes=ownership_axes,
             )
@@ -612,14 +621,16 @@ def muon(
     ns_eps: Scalar | None = None,
     ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "spectral",
+    row_normalization: Scalar | None = None,
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Muon (Keller Jordan, 2024): orthogonalised momentum for matrices, AdamW for the rest.
 
     It is `mars` of variant "m" without a clip, with γ = 1 − momentum (Nesterov) or 0 (heavy ball),
-    in the one-buffer form: 4 bytes of state a parameter. Arguments that are not listed are those of
-    `mars`.
+    in the one-buffer form: 4 bytes of state a parameter. With `row_normalization=0.95` it is
+    NorMuon (arXiv 2510.05491), whose code adds the eps to the norm of the average: there ns_eps is
+    1e-7 / (1 − momentum). Arguments that are not listed are those of `mars`.
 
     Args:
       learning_rate: of the matrices.
@@ -662,6 +673,7 @@ def muon(
         ns_eps=(1e-7 if ns_eps is None else ns_eps) * (1 - momentum),
         ns_dtype=ns_dtype,
         ns_scale=ns_scale,
+        row_normalization=row_normalization,
         mesh=mesh,
         ownership_axes=ownership_axes,
     )
@@ -689,6 +701,7 @@ def moonlight(
     ns_eps: Scalar | None = None,
     ns_dtype: Any = "bfloat16",
     ns_scale: str | None = "rms",
+    row_normalization: Scalar | None = None,
     mesh: Any = None,
     ownership_axes: tuple[str, ...] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -718,6 +731,7 @@ def moonlight(
         ns_eps=ns_eps,
         ns_dtype=ns_dtype,
         ns_scale=ns_scale,
+        row_normalization=row_normalization,
         mesh=mesh,
         ownership_axes=ownership_axes,
     )

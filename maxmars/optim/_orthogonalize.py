@@ -5,11 +5,12 @@ On a mesh whole matrices have owners, see `_exchange.py`; matrices of one shape 
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from maxmars.optim._exchange import (
@@ -19,13 +20,30 @@ from maxmars.optim._exchange import (
     computed_by_owners,
     groups_of,
     mesh_of,
+    placed_zeros,
+    stacks_of,
 )
 from maxmars.optim._matrices import MatrixSpec, resolve_specs
 from maxmars.optim._newton_schulz import Coefficients, check_ns_dtype, newton_schulz, triples_of
-from maxmars.optim._rules import Scalar, Tree, check_choice, check_numbers, per_matrix
+from maxmars.optim._rules import (
+    Scalar,
+    Tree,
+    check_choice,
+    check_numbers,
+    per_matrix,
+    wide_dtype,
+)
 
 DEFAULT_OWNERSHIP_AXES = ("fsdp", "tensor")
 SCALES = ("spectral", "rms", None)
+
+
+class RowNormalizationState(NamedTuple):
+    """State of `scale_by_orthogonalization` with `row_normalization`."""
+
+    row_moment: Tree
+    """v, of the parameters' shapes with 1 in place of the input axes, and cut as these are along
+    the others; in float32 at least. None for vectors."""
 
 
 def scale_by_orthogonalization(
@@ -36,6 +54,7 @@ def scale_by_orthogonalization(
     eps: Scalar = 1e-7,
     dtype: Any = "bfloat16",
     scale: str | None = "spectral",
+    row_normalization: Scalar | None = None,
     mesh: AnyMesh | None = None,
     ownership_axes: Sequence[str] | None = None,
     max_batch_bytes: int = 2**30,
@@ -50,6 +69,10 @@ def scale_by_orthogonalization(
       scale: "spectral" multiplies by sqrt(max(1, out/in)) (MARS-Shampoo, Muon), "rms" by
         0.2 sqrt(max(in, out)) (Moonlight, MARS-M), None by nothing; in and out are those of a block
         where `MatrixSpec.split` cuts the matrix.
+      row_normalization: β₂ of NorMuon (arXiv 2510.05491), 0.95 there; None leaves it out. Each
+        output row of the orthogonal U is divided by the root of its moving mean square,
+        v ← β₂ v + (1 − β₂) mean(U²), U ← U / (√v + 1e-10), and U is then scaled back to its own
+        norm, before `scale`; a block of `MatrixSpec.split` by itself.
       mesh: the mesh that the parameters lie on; None for one device, or for parameters on Explicit
         axes, whose types know the mesh. Updates are best left in the partition of the specs, and
         are brought there if not.
@@ -66,6 +89,7 @@ def scale_by_orthogonalization(
     """
     check_choice("ns_scale", scale, SCALES)
     check_numbers("be positive", ns_steps=steps, ns_eps=eps, max_batch_bytes=max_batch_bytes)
+    check_numbers("lie in [0, 1)", row_normalization=row_normalization)
     check_ns_dtype(dtype)
     check_is_mesh(mesh)
     triples_of(coefficients, steps)
@@ -83,17 +107,58 @@ def scale_by_orthogonalization(
         wide = y.astype(jnp.promote_types(x.dtype, jnp.float32))
         return (wide * _factor(spec, x.shape, scale)).astype(x.dtype)
 
+    b2: Any = row_normalization
+
+    def moment(y: jax.Array, v: jax.Array | None, spec: MatrixSpec) -> jax.Array | None:
+        if v is None:
+            return None
+        square = jnp.mean(jnp.square(y.astype(v.dtype)), axis=spec.block_rows, keepdims=True)
+        return b2 * v + (1 - b2) * square
+
+    def normalized(y: jax.Array, v: jax.Array | None, spec: MatrixSpec) -> jax.Array:
+        if v is None:
+            return y
+        wide, axes = y.astype(v.dtype), (*spec.block_rows, *spec.block_cols)
+        even = wide / (jnp.sqrt(v) + 1e-10)
+        before, after = (
+            jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True)) for x in (wide, even)
+        )
+        return even * (before / (after + 1e-10))
+
     def make(specs: Tree) -> optax.GradientTransformation:
-        def orthogonalized(updates: Tree, _: Tree) -> Tree:
+        def orthogonal(updates: Tree) -> Tree:
             narrow = jax.tree.map(
                 lambda x, spec: x.astype(dtype) if spec.is_matrix else x, updates, specs
             )
             axes = _or_default(ownership_axes, updates, mesh)
             each = jax.tree.leaves(specs)
-            results = computed_by_owners(whole, narrow, each, mesh, axes, wide=True)
-            return jax.tree.map(scaled, updates, results, specs)
+            return computed_by_owners(whole, narrow, each, mesh, axes, wide=True)
 
-        return optax.stateless(orthogonalized)
+        def init_fn(params: Tree) -> RowNormalizationState:
+            leaves, treedef = jax.tree.flatten(params)
+            moments: list[jax.Array | None] = [None] * len(leaves)
+            for i, stack in stacks_of(params, jax.tree.leaves(specs), mesh, blocks=True).items():
+                shape, cuts = list(stack.shape), list(stack.partition)
+                for axis in stack.rows:
+                    shape[axis], cuts[axis] = 1, None
+                partition, kind = PartitionSpec(*cuts), wide_dtype(leaves[i].dtype)
+                moments[i] = placed_zeros(tuple(shape), kind, partition, stack.mesh)
+            return RowNormalizationState(jax.tree.unflatten(treedef, moments))
+
+        def update_fn(
+            updates: Tree, state: Any, params: Tree = None
+        ) -> tuple[Tree, RowNormalizationState]:
+            del params
+            results = orthogonal(updates)
+            moments = jax.tree.map(moment, results, state.row_moment, specs)
+            even = jax.tree.map(normalized, results, moments, specs)
+            return jax.tree.map(scaled, updates, even, specs), RowNormalizationState(moments)
+
+        if row_normalization is not None:
+            return optax.GradientTransformation(init_fn, update_fn)
+        return optax.stateless(
+            lambda updates, _: jax.tree.map(scaled, updates, orthogonal(updates), specs)
+        )
 
     return per_matrix(make, matrix_specs)
 

@@ -88,6 +88,7 @@ CASES = {
     "muon": Case(muon),
     "moonlight": Case(moonlight),
     "soap": Case(soap),
+    "normuon": Case(muon, {"row_normalization": 0.95}),
     "muon hyperball": Case(muon, {"weight_update": WeightUpdate(hyperball=True)}),
     "adam floor": Case(adam_floor),
 }

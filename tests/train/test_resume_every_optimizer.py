@@ -16,6 +16,7 @@ from maxmars.config import (
     NAdamWConfig,
     OptaxConfig,
     SoapConfig,
+    WeightUpdateConfig,
 )
 from maxmars.train import train
 
@@ -29,6 +30,9 @@ OPTIMIZERS = {
     "soap": SoapConfig(),
     "muon": MuonConfig(),
     "moonlight": MuonConfig(ns_scale="rms", vector_learning_rate_scale=1.0),
+    "normuon": MuonConfig(row_normalization=0.95),
+    "adamw hyperball": AdamWConfig(weight_update=WeightUpdateConfig(hyperball=True)),
+    "muon floor": MuonConfig(weight_update=WeightUpdateConfig(floor=0.35, coupled_decay=True)),
     "mars": MarsConfig(),
     "mars amsgrad": MarsConfig(amsgrad=True),
     "mars bf16 last": MarsConfig(last_grad_dtype="bfloat16"),
