@@ -3,7 +3,7 @@
     maxmars train gpt2:size=small,optimizer=mars --data.path DIR --mesh.fsdp 8
 
 Choices: size=tiny|small|medium|large|xl|6.7b|13b, data=openwebtext|fineweb_edu, and
-optimizer=adamw|nadamw|ademamix|muon|normuon|moonlight|lion|soap|mars|mars_exact|mars_lion|
+optimizer=adamw|nadamw|muon|normuon|moonlight|lion|soap|mars|mars_exact|mars_lion|
 mars_shampoo|mars_m.
 `--data.path` is a directory of GPT-2 tokens (`maxmars data prepare`; nanoGPT's and llm.c's are
 read as they are). 480 sequences of 1,024 tokens a step; 100,000 steps are 49B tokens. At 6.7b
@@ -34,9 +34,10 @@ Where the values come from (XL and tiny take large's and small's where nobody pu
 * lion: the table of Sophia's repository; the decay is ten times AdamW's, Lion's own advice.
 * soap: SOAP's repository, which rotates sides of up to 10,000. There embeddings are rotated on such
   sides too, and embeddings and vectors share the matrices' moments and decay; here AdamW has them.
+* ademamix: adamw with `--optimizer.momentum-kernel.preset ademamix`, its `end-step` the steps,
+  and the authors' `--optimizer.b2 0.999` and `--optimizer.learning-rate 1e-3` at small.
 * nadamw: the best of Marin's sweeps (arXiv 2509.02046) at the nearest size, with its warmup and its
   decay to zero; those models and data are others.
-* ademamix: the repository's values; the rates of the larger sizes are to AdamW's as small's.
 * `optimizer=my_optim.py:make` or `optimizer=optax.contrib:adopt`: AdamW's rate.
 * mars_lion, mars_shampoo: rates by rules of thumb, not published for these runs.
 * 6.7b, 13b: width, depth, heads of 128, context, tokens a step, AdamW's rate and its end, betas,
@@ -76,7 +77,6 @@ from typing import Literal
 
 from maxmars.config import (
     AdamWConfig,
-    AdEMAMixConfig,
     EvalConfig,
     GPT2Config,
     LionConfig,
@@ -98,7 +98,6 @@ NUM_STEPS = 100_000
 Optimizer = Literal[
     "adamw",
     "nadamw",
-    "ademamix",
     "muon",
     "normuon",
     "moonlight",
@@ -243,10 +242,6 @@ def get_optimizer(optimizer: Optimizer | Source, recipe: Recipe, data: Data) -> 
             return AdamWConfig(learning_rate=recipe.adamw, b1=0.9, b2=0.95, weight_decay=0.1)
         case "nadamw":
             return NAdamWConfig(learning_rate=recipe.nadamw, b1=recipe.nadamw_b1)
-        case "ademamix":
-            return AdEMAMixConfig(
-                learning_rate=1e-3 * recipe.adamw / 6e-4, mixing_warmup_steps=NUM_STEPS
-            )
         case "lion":
             return LionConfig(learning_rate=recipe.lion, weight_decay=1.0)
         case "soap":

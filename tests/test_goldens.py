@@ -25,7 +25,6 @@ SIZES = ("tiny", "small", "medium", "large", "xl", "6.7b", "13b")
 OPTIMIZERS = (
     "adamw",
     "nadamw",
-    "ademamix",
     "muon",
     "moonlight",
     "lion",

@@ -20,9 +20,9 @@ from maxmars.config.load import load_config
 from maxmars.config.model import GPT2Config, ModelConfig, ModuleConfig
 from maxmars.config.optimizer import (
     AdamWConfig,
-    AdEMAMixConfig,
     LionConfig,
     MarsConfig,
+    MomentumKernelConfig,
     MuonConfig,
     NAdamWConfig,
     OptaxConfig,

@@ -143,12 +143,75 @@ class NewtonSchulzConfig(DecayedConfig):
     nodes."""
 
 
+Decays = Annotated[
+    tuple[float, ...], Rule(lambda decays: all(0 < d < 1 for d in decays), "must lie in (0, 1)")
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumKernelConfig(CheckedConfig):
+    """A momentum of several EMAs of the gradient: gradient_weight * gradient + the sum of weights *
+    EMAs, in place of the optimizer's own momentum; off without decays and preset. Newton-Schulz
+    gets it, or Adam divides it by the root of its second moment. The buffer of each EMA takes 4
+    bytes a parameter."""
+
+    preset: Literal["two_ema", "six_ema", "eight_ema", "ademamix"] | None = None
+    """Kernels of the records of modded-nanogpt's Track 3 in the summer of 2026, or that of AdEMAMix
+    (arXiv 2409.03137) for AdamW, whose decays are 0.9 and 0.9999 and whose weights 1 and 8 if none
+    are given."""
+    decays: Decays = ()
+    """Decay of each EMA."""
+    weights: tuple[float, ...] = ()
+    """Weight of each EMA. The sum with gradient_weight need not be 1; where Adam divides, it scales
+    the step."""
+    gradient_weight: float = 0.0
+    """Weight of the gradient itself."""
+    switch_step: CountOrZero[int] | None = None
+    """Last step in which the EMAs of a record all have the decay 0.95; None is the record's: 1,000,
+    or 750 for six_ema."""
+    end_step: Count[int] | None = None
+    """Step at which the weights of six_ema and eight_ema stop moving; None is the record's: 3,125
+    or 3,250. Of ademamix the steps over which weight and decay of the slow EMA grow, which it
+    needs; the paper takes those of the run."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        here, preset = "optimizer.momentum_kernel", self.preset
+        require(
+            len(self.decays) == len(self.weights),
+            f"{here}.weights={self.weights} must be as many as decays={self.decays}.",
+        )
+        steps = ("switch_step", "end_step")
+        numbers = ("decays", "weights", "gradient_weight")
+        taken = {None: numbers, "ademamix": ("decays", "weights", "end_step"), "two_ema": steps[:1]}
+        for name in numbers + steps:
+            value = getattr(self, name)
+            require(
+                not value or name in taken.get(preset, steps),
+                f"{here}.{name}={value} does not go with preset={preset}; leave one out.",
+            )
+        require(
+            preset != "ademamix" or self.end_step is not None,
+            f"{here}.preset=ademamix needs end_step; the paper takes the steps of the run.",
+        )
+        require(
+            self.is_on or not self.gradient_weight,
+            f"{here}.gradient_weight={self.gradient_weight} needs decays and weights.",
+        )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it takes the place of the optimizer's own momentum."""
+        return bool(self.preset or self.decays)
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(AdamLikeConfig):
     """AdamW: decay on the matrices of linear layers, none on embeddings, norms and biases."""
 
     learning_rate: Positive[float] = 6e-4
     b2: Fraction = 0.95
+    momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,29 +223,6 @@ class NAdamWConfig(AdamLikeConfig):
     b1: Fraction = 0.95
     b2: Fraction = 0.98
     eps: Positive[float] = 1e-10
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdEMAMixConfig(AdamLikeConfig):
-    """AdEMAMix (arXiv 2409.03137): AdamW with a second, slow momentum (optax's)."""
-
-    learning_rate: Positive[float] = 1e-3
-    b1: Fraction = 0.9
-    """Decay of the fast momentum."""
-    b2: Fraction = 0.999
-    b3: Fraction = 0.9999
-    """Decay of the slow momentum."""
-    alpha: NotNegative[float] = 8.0
-    """Weight of the slow momentum beside the fast one."""
-    mixing_warmup_steps: CountOrZero[int] = 0
-    """Steps over which alpha grows from 0, and b3 from b1; the paper takes the whole run."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            0 < self.b1 <= self.b3,
-            f"AdEMAMixConfig.b1={self.b1} must be positive and at most b3={self.b3}.",
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +240,7 @@ class MarsConfig(NewtonSchulzConfig):
     """Decay of the second moment (variant adamw)."""
     eps: Positive[float] = 1e-8
     """Added to the root of the second moment."""
+    momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
     gamma: NotNegative[float] = 0.025
     """Strength of the variance-reduction correction; 0 turns it off."""
     clip_threshold: Positive[float] | None = 1.0
@@ -240,6 +281,10 @@ class MarsConfig(NewtonSchulzConfig):
             "MARS stores no gradient to begin with.",
         )
         require(
+            not (efficient and self.momentum_kernel.is_on),
+            "optimizer.memory_efficient=True and optimizer.momentum_kernel exclude each other.",
+        )
+        require(
             self.variant == "adamw" or not self.amsgrad,
             f"optimizer.amsgrad=True needs optimizer.variant=adamw, but it is {self.variant}.",
         )
@@ -270,6 +315,7 @@ class MuonConfig(NewtonSchulzConfig):
     """Decay of the momentum."""
     nesterov: bool = True
     """Look one step ahead."""
+    momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
     eps: Positive[float] = 1e-8
     """Added to the root of AdamW's second moment."""
     vector_learning_rate_scale: Positive[float] = 0.15
@@ -328,6 +374,7 @@ class SoapConfig(AdamLikeConfig):
     b1: Fraction = 0.95
     b2: Fraction = 0.95
     """Decay of the second moment and of the preconditioner."""
+    momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
     precondition_frequency: Count[int] = 10
     """Updates between new eigenbases."""
     max_precondition_dim: Positive[int] = 2048
@@ -398,12 +445,5 @@ class OptaxConfig(CheckedConfig):
 
 
 OptimizerConfig = (
-    AdamWConfig
-    | NAdamWConfig
-    | AdEMAMixConfig
-    | MarsConfig
-    | MuonConfig
-    | LionConfig
-    | SoapConfig
-    | OptaxConfig
+    AdamWConfig | NAdamWConfig | MarsConfig | MuonConfig | LionConfig | SoapConfig | OptaxConfig
 )

@@ -305,10 +305,11 @@ _REMOVED: dict[str, tuple[Any, str]] = {
 }
 """Fields of older records: the value of each where it was not in use, and what there is instead."""
 _REMOVED_OPTIMIZERS = {
-    "AdoptConfig": "optax.contrib:adopt",
-    "SophiaConfig": "tools/examples/sophia.py:sophia",
+    "AdoptConfig": "--optimizer.make optax.contrib:adopt",
+    "SophiaConfig": "--optimizer.make tools/examples/sophia.py:sophia",
+    "AdEMAMixConfig": "optimizer=adamw, --optimizer.momentum-kernel.preset ademamix and end-step",
 }
-"""Classes of older records, and the function that makes the optimizer now."""
+"""Classes of older records, and what there is instead."""
 
 
 def _removed(what: str, instead: str) -> ValueError:
@@ -334,7 +335,7 @@ def from_dict(value: Any) -> Any:
         return fields
     name = value["type"]
     if name in _REMOVED_OPTIMIZERS:
-        raise _removed(f"the optimizer is {name}", f"--optimizer.make {_REMOVED_OPTIMIZERS[name]}")
+        raise _removed(f"the optimizer is {name}", _REMOVED_OPTIMIZERS[name])
     if name not in _CONFIG_CLASSES:
         raise ValueError(f"unknown config type {name!r}; known: {', '.join(_CONFIG_CLASSES)}.")
     config_class = _CONFIG_CLASSES[name]

@@ -9,19 +9,19 @@ tx = mars(3e-3, weight_decay=0.01)
 from maxmars.optim._exchange import MatrixGroup, on_whole_matrices
 from maxmars.optim._mars import (
     ClipByMatrixNormState,
-    CorrectedEmaState,
     CorrectGradientState,
     ScaleByAmsgradState,
     clip_by_matrix_norm,
     correct_gradient,
-    corrected_ema,
     mars,
     mars_over,
     moonlight,
     muon,
+    scale_by_adam_of,
     scale_by_mars,
 )
 from maxmars.optim._matrices import MatrixSpec, describe, resolve_specs
+from maxmars.optim._momentum import MomentumKernelState, kernel_preset, momentum_kernel
 from maxmars.optim._newton_schulz import COEFFICIENTS, newton_schulz
 from maxmars.optim._orthogonalize import (
     RowNormalizationState,
@@ -37,11 +37,11 @@ __all__ = [
     "COEFFICIENTS",
     "ClipByMatrixNormState",
     "CorrectGradientState",
-    "CorrectedEmaState",
     "DescendState",
     "GradientRequest",
     "MatrixGroup",
     "MatrixSpec",
+    "MomentumKernelState",
     "RowNormalizationState",
     "ScaleByAmsgradState",
     "ScaleBySoapState",
@@ -49,11 +49,12 @@ __all__ = [
     "check_no_zero_matrix",
     "clip_by_matrix_norm",
     "correct_gradient",
-    "corrected_ema",
     "descend",
     "describe",
+    "kernel_preset",
     "mars",
     "mars_over",
+    "momentum_kernel",
     "moonlight",
     "muon",
     "newton_schulz",
@@ -62,6 +63,7 @@ __all__ = [
     "orthogonalize",
     "requests_of",
     "resolve_specs",
+    "scale_by_adam_of",
     "scale_by_mars",
     "scale_by_orthogonalization",
     "scale_by_soap",

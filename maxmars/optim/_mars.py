@@ -32,8 +32,8 @@ at the previous parameters (exact MARS, passed as `prev_grads`). NS is Newton-Sc
     per_matrix     does so in init and in update, where the parameters, and by them specs and
                    mask, are known
 
-With γ = 1 − β₁ and no clip, m_t is Nesterov momentum: Muon and Moonlight are `m` with other
-constants.
+Without a clip, m_t is a momentum kernel of g_t with one EMA (`_momentum.py`), and with γ = 1 − β₁
+Nesterov momentum: Muon and Moonlight are `m` with other constants.
 
 Where this follows the official code rather than the papers' text: last_1 is 0 (the paper would give
 c_1 = g_1, see `first_step`), v_t averages the square of the clipped c_t, and MARS-M clips too.
@@ -46,6 +46,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxmars.optim import _momentum
 from maxmars.optim._newton_schulz import Coefficients
 from maxmars.optim._orthogonalize import scale_by_orthogonalization
 from maxmars.optim._requests import GradientRequest, with_requests
@@ -220,53 +221,13 @@ def clip_by_matrix_norm(
     return per_matrix(make, matrix_specs)
 
 
-class CorrectedEmaState(NamedTuple):
-    """State of `corrected_ema`."""
-
-    ema: Tree
-    """The buffer b, like the parameters."""
-
-
-def corrected_ema(
-    b1: Scalar, gamma: Scalar, *, accumulator_dtype: Any = None
-) -> optax.GradientTransformationExtraArgs:
-    """m = β₁ m + (1 − β₁) c of the corrected, unclipped c, with one buffer in place of m and last:
-
-        b = β₁ b + ((1 − γ)(1 − β₁) / β₁) g,   m = γ g + β₁ b
-
-    γ = 1 − β₁ is Nesterov momentum, γ = 0 the heavy ball's.
-
-    Args:
-      b1: β₁, in (0, 1).
-      gamma: γ, a constant.
-      accumulator_dtype: dtype of the buffer; None keeps the parameter's.
-
-    Raises:
-      ValueError: b1 is out of range; in `update`, `prev_grads` is given, which it cannot use.
-    """
-    check_numbers("lie in (0, 1)", b1=b1)
-
-    def init_fn(params: Tree) -> CorrectedEmaState:
-        return CorrectedEmaState(optax.tree.zeros_like(params, dtype=accumulator_dtype))
-
-    def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, CorrectedEmaState]:
-        del params
-        step = (1 - gamma) * (1 - b1) / b1
-        wide = widened(updates)
-        ema = jax.tree.map(lambda b, g: b1 * b + step * g, widened(state.ema), wide)
-        m = jax.tree.map(lambda b, g: gamma * g + b1 * b, ema, wide)
-        return cast_like(m, updates), CorrectedEmaState(cast_like(ema, state.ema))
-
-    return _without_prev_grads(optax.GradientTransformation(init_fn, update_fn))
-
-
 class ScaleByAmsgradState(NamedTuple):
     """State of Adam where it is not optax's; trees like the parameters."""
 
     count: jax.Array
     """Number of updates, int32."""
     mu: Tree
-    """First moment."""
+    """First moment, or the state of the momentum that is in its place."""
     nu: Tree
     """Second moment."""
     nu_max: Tree
@@ -286,30 +247,33 @@ def _scale_by_adam(
     amsgrad: bool = False,
     correct_eps: bool = True,
     mu_dtype: Any = None,
+    momentum: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """optax's Adam, but for two forms of PyTorch code that optax lacks.
+    """optax's Adam, but for what optax lacks: two forms of PyTorch code, and other numerators.
 
     With `amsgrad` the maximum is taken before the bias correction; without `correct_eps`, ε is
-    added before it, as in the AdamW inside MARS-M and Muon.
+    added before it, as in the AdamW inside MARS-M and Muon. `momentum` makes the numerator.
     """
-    if not amsgrad and correct_eps:
+    if not amsgrad and correct_eps and momentum is None:
         return optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
 
     def init_fn(params: Tree) -> ScaleByAmsgradState:
-        nu = optax.tree.zeros_like(params)
+        zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
         return ScaleByAmsgradState(
             count=jnp.zeros([], jnp.int32),
-            mu=optax.tree.zeros_like(params, dtype=mu_dtype),
-            nu=nu,
+            mu=zeros if momentum is None else momentum.init(params),
+            nu=optax.tree.zeros_like(params),
             nu_max=optax.tree.zeros_like(params) if amsgrad else None,
         )
 
     def update_fn(
         updates: Tree, state: Any, params: Tree = None
     ) -> tuple[Tree, ScaleByAmsgradState]:
-        del params
         count = jnp.asarray(optax.safe_increment(state.count))
-        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        if momentum is None:
+            m_hat, mu = None, optax.tree.update_moment(updates, state.mu, b1, 1)
+        else:
+            m_hat, mu = momentum.update(updates, state.mu, params)
         nu = optax.tree.update_moment(updates, state.nu, b2, 2)
         nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else None
         correction = _root_of_correction(b2, count)
@@ -318,11 +282,38 @@ def _scale_by_adam(
             root, factor = jnp.sqrt(v), correction.astype(v.dtype)
             return m / (root / factor + eps) if correct_eps else m * factor / (root + eps)
 
-        m_hat = optax.tree.bias_correction(mu, b1, count)
+        if momentum is None:
+            m_hat = optax.tree.bias_correction(mu, b1, count)
         directions = jax.tree.map(direction, m_hat, nu_max if amsgrad else nu)
         return directions, ScaleByAmsgradState(count, mu, nu, nu_max)
 
     return optax.GradientTransformation(init_fn, update_fn)
+
+
+def scale_by_adam_of(
+    momentum: optax.GradientTransformation, *, b2: Scalar = 0.999, eps: Scalar = 1e-8
+) -> optax.GradientTransformationExtraArgs:
+    """The direction of Adam with another numerator: u / (√v̂ + ε), where `momentum` makes u of the
+    gradient c, and v averages c².
+
+    ```python
+    optax.chain(
+        scale_by_adam_of(momentum_kernel(**kernel_preset("ademamix", end_step=100_000))),
+        optax.add_decayed_weights(0.1),
+        optax.scale_by_learning_rate(1e-3),
+    )
+    ```
+
+    Args:
+      momentum: any transformation, such as `momentum_kernel(decays, weights, debias=True)`.
+      b2: decay of v, in [0, 1).
+      eps: added to the root of v.
+
+    Raises:
+      ValueError: b2 is out of range.
+    """
+    check_numbers("lie in [0, 1)", b2=b2)
+    return in_float32(_scale_by_adam(0.0, b2, eps, momentum=momentum))
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -433,6 +424,7 @@ def mars(
     amsgrad: bool = False,
     exact: bool = False,
     memory_efficient: bool = False,
+    momentum_kernel: optax.GradientTransformation | None = None,
     first_step: str = "zero_last",
     mu_dtype: Any = None,
     last_grad_dtype: Any = None,
@@ -470,9 +462,12 @@ def mars(
       amsgrad: divide by the running maximum of the second moment, in matrices and vectors (adamw).
       exact: exact MARS: call `update(grads, state, params, prev_grads=...)` with the gradient of
         the same batch at the previous parameters, clipped by its own global norm.
-      memory_efficient: one buffer in place of momentum and last gradient, 4 bytes a parameter less
-        (see `corrected_ema`). Needs clip_threshold=None, a constant gamma and a variant other than
-        adamw.
+      memory_efficient: one buffer in place of momentum and last gradient, 4 bytes a parameter less:
+        `momentum_kernel((b1,), (1 - gamma,), gamma)`. Needs clip_threshold=None, a constant gamma
+        and a variant other than adamw.
+      momentum_kernel: what makes the matrices' first moment m_t (in adamw, its bias corrected) of
+        c_t, in place of the EMA: `maxmars.optim.momentum_kernel(...)`, in adamw with debias=True.
+        b1 is then that of κ alone.
       first_step: "zero_last" (official: c_1 = (1 + κ) g_1) or "plain_gradient" (paper: c_1 = g_1).
       mu_dtype: dtype of the matrices' first moment; None keeps the parameter's.
       last_grad_dtype: dtype of the stored gradient; bfloat16 saves 2 bytes a parameter.
@@ -523,11 +518,17 @@ def mars(
     ]
     if clip_threshold is not None:
         corrected.append(clip_by_matrix_norm(clip_threshold))
-    adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype)
+    numerator = momentum_kernel if variant == "adamw" else None
+    adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype, momentum=numerator)
     if memory_efficient:
-        _check_memory_efficient(variant, b1, gamma, clip_threshold, exact, first_step)
+        _check_memory_efficient(
+            variant, b1, gamma, clip_threshold, exact, first_step, momentum_kernel
+        )
         assert not callable(gamma)
-        momentum = [corrected_ema(b1, gamma, accumulator_dtype=mu_dtype)]
+        ema = _momentum.momentum_kernel((b1,), (1 - gamma,), gamma, accumulator_dtype=mu_dtype)
+        momentum = [_without_prev_grads(ema)]
+    elif momentum_kernel is not None:
+        momentum = [*corrected, momentum_kernel]
     else:
         ema = optax.ema(b1, debias=False, accumulator_dtype=mu_dtype)
         momentum = [*corrected, ema]
@@ -581,6 +582,7 @@ def _check_memory_efficient(
     clip_threshold: Scalar | None,
     exact: bool,
     first_step: str,
+    momentum_kernel: Any,
 ) -> None:
     reasons = {
         "the second moment of variant='adamw' needs the corrected gradient itself": (
@@ -593,6 +595,7 @@ def _check_memory_efficient(
         "gamma must be a constant": callable(gamma),
         "it implies first_step='zero_last'": first_step != "zero_last",
         "b1 must not be zero": isinstance(b1, int | float) and b1 == 0,
+        "momentum_kernel has EMAs of its own": momentum_kernel is not None,
     }
     for reason, holds in reasons.items():
         if holds:
@@ -604,6 +607,7 @@ def muon(
     *,
     momentum: Scalar = 0.95,
     nesterov: bool = True,
+    momentum_kernel: optax.GradientTransformation | None = None,
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Any = None,
     weight_update: WeightUpdate | None = None,
@@ -636,6 +640,8 @@ def muon(
       learning_rate: of the matrices.
       momentum: decay of the momentum, in (0, 1).
       nesterov: look one step ahead.
+      momentum_kernel: what makes the momentum of the gradient, in place of those two:
+        `maxmars.optim.momentum_kernel(...)`.
       eps: added to the root of AdamW's second moment.
       ns_eps: added to the norm of the momentum as the official code has it, a sum; None is 1e-7.
       vector_learning_rate: learning rate of vectors and embeddings; None takes the matrices', which
@@ -652,9 +658,10 @@ def muon(
         learning_rate,
         variant="m",
         b1=momentum,
-        gamma=1 - momentum if nesterov else 0.0,
+        gamma=1 - momentum if nesterov and momentum_kernel is None else 0.0,
         clip_threshold=None,
-        memory_efficient=True,
+        memory_efficient=momentum_kernel is None,
+        momentum_kernel=momentum_kernel,
         weight_decay=weight_decay,
         mask=mask,
         weight_update=weight_update,
@@ -684,6 +691,7 @@ def moonlight(
     *,
     momentum: Scalar = 0.95,
     nesterov: bool = True,
+    momentum_kernel: optax.GradientTransformation | None = None,
     weight_decay: ScalarOrSchedule = 0.0,
     mask: Any = None,
     weight_update: WeightUpdate | None = None,
@@ -714,6 +722,7 @@ def moonlight(
         learning_rate,
         momentum=momentum,
         nesterov=nesterov,
+        momentum_kernel=momentum_kernel,
         weight_decay=weight_decay,
         mask=mask,
         weight_update=weight_update,

@@ -39,6 +39,7 @@ The file goes from the optimizer to the step of a stack of matrices, where its s
 mesh, and the eigenvectors.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -85,7 +86,9 @@ MAX_PRECONDITION_DIM = 2048
 Matrices = Float[Array, "*stack_rows_cols"]  # of another shape where no side is preconditioned
 Square = Float[Array, "stack side side"]
 Decomposition = Callable[[Square], Square]
-Step = Callable[[Matrices, "MatrixState", jax.Array], tuple[Matrices, "MatrixState"]]
+Step = Callable[
+    [Matrices, Matrices | None, "MatrixState", jax.Array], tuple[Matrices, "MatrixState"]
+]
 
 
 class ScaleBySoapState(NamedTuple):
@@ -99,7 +102,8 @@ class ScaleBySoapState(NamedTuple):
     count: jax.Array
     """Number of updates, the first included, int32."""
     mu: Tree
-    """First moment m, in the eigenbases; the parameters' shapes."""
+    """First moment m, in the eigenbases; the parameters' shapes. Of a momentum kernel its own
+    state, which is not in the eigenbases."""
     nu: Tree
     """Second moment v, in the eigenbases; the parameters' shapes and dtypes."""
     row_gram: Tree
@@ -136,6 +140,7 @@ def scale_by_soap(
     eps: Scalar = 1e-8,
     precondition_frequency: int | jax.Array = 10,
     max_precondition_dim: int | None = None,
+    momentum_kernel: optax.GradientTransformation | None = None,
     mu_dtype: Any = None,
     matrix_specs: Any = None,
     mesh: AnyMesh | None = None,
@@ -157,8 +162,10 @@ def scale_by_soap(
         )
     limit = MAX_PRECONDITION_DIM if max_precondition_dim is None else max_precondition_dim
 
-    def step(grads: Matrices, state: MatrixState, count: jax.Array) -> tuple[Matrices, MatrixState]:
-        directions, new = _adam(grads, state, count, b1, b2, eps)
+    def step(
+        grads: Matrices, momentum: Matrices | None, state: MatrixState, count: jax.Array
+    ) -> tuple[Matrices, MatrixState]:
+        directions, new = _adam(grads, momentum, state, count, b1, b2, eps)
         new = _update_grams(grads, new, shampoo_beta)
         # Hyperparameters of a wider dtype widen what they are multiplied with.
         return directions, _update_bases(cast_like(new, state), count, precondition_frequency)
@@ -186,24 +193,36 @@ def scale_by_soap(
             leaves, treedef = jax.tree.flatten(params)
             chosen = list(map(sides, leaves, jax.tree.leaves(specs)))
             states = list(map(zeros, leaves, _layouts(params, specs, mesh, chosen)))
-            return _joined(jnp.zeros([], jnp.int32), states, treedef)
+            state = _joined(jnp.zeros([], jnp.int32), states, treedef)
+            return (
+                state
+                if momentum_kernel is None
+                else state._replace(mu=momentum_kernel.init(params))
+            )
 
         def update_fn(
             updates: Tree, state: Any, params: Tree = None
         ) -> tuple[Tree, ScaleBySoapState]:
-            del params
             leaves, treedef = jax.tree.flatten(updates)
+            kernel, momenta = None, [None] * len(leaves)
+            if momentum_kernel is not None:  # linear, so that it may come before the bases
+                momentum, after = momentum_kernel.update(updates, state.mu, params)
+                momenta = jax.tree.leaves(momentum)
+                keep = functools.partial(jnp.where, state.count == 0)  # the first step has no m
+                kernel = jax.tree.map(keep, state.mu, after)
+                state = state._replace(mu=jax.tree.map(lambda _: None, updates))
             states = _by_parameter(state, treedef)
             layouts = _layouts(updates, specs, mesh, [own.sides for own in states])
             results = [
-                step(g, own, state.count)
+                step(g, m, own, state.count)
                 if layout is None
-                else _by_owners(step, layout, g, own, state.count)
-                for g, own, layout in zip(leaves, states, layouts, strict=True)
+                else _by_owners(step, layout, g, m, own, state.count)
+                for g, m, own, layout in zip(leaves, momenta, states, layouts, strict=True)
             ]
             directions = jax.tree.unflatten(treedef, [direction for direction, _ in results])
             count = jnp.asarray(optax.safe_increment(state.count))
-            return directions, _joined(count, [own for _, own in results], treedef)
+            new = _joined(count, [own for _, own in results], treedef)
+            return directions, new if kernel is None else new._replace(mu=kernel)
 
         return in_float32(optax.GradientTransformation(init_fn, update_fn))
 
@@ -222,6 +241,7 @@ def soap(
     weight_update: WeightUpdate | None = None,
     precondition_frequency: int | jax.Array = 10,
     max_precondition_dim: int | None = None,
+    momentum_kernel: optax.GradientTransformation | None = None,
     mu_dtype: Any = None,
     vector_learning_rate: ScalarOrSchedule | None = None,
     vector_learning_rate_scale: Scalar | None = None,
@@ -248,6 +268,8 @@ def soap(
       precondition_frequency: k, steps between two power iterations of the bases.
       max_precondition_dim: longest side of a matrix that is preconditioned, None is 2048; a longer
         one keeps the identity. Gram matrix and basis of a side n are 2 n² numbers.
+      momentum_kernel: what makes the matrices' m_t / (1 − β₁ᵗ) of the gradients from the second on,
+        in place of the EMA: `maxmars.optim.momentum_kernel(..., debias=True)`.
       mu_dtype: dtype of the matrices' first moment; None keeps the parameter's.
       vector_learning_rate: learning rate of vectors; None takes the matrices'.
       vector_learning_rate_scale: instead, their learning rate as a multiple of `learning_rate`; 1
@@ -273,6 +295,7 @@ def soap(
         eps=eps,
         precondition_frequency=precondition_frequency,
         max_precondition_dim=max_precondition_dim,
+        momentum_kernel=momentum_kernel,
         mu_dtype=mu_dtype,
         mesh=mesh,
     )
@@ -310,13 +333,16 @@ def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> A
     def shardings(x: Any) -> Any:
         if not is_soap(x):
             return None
-        treedef = jax.tree.structure(x.mu)
+        treedef = jax.tree.structure(x.nu)
+        is_kernel = jax.tree.structure(x.mu) != treedef
+        kernel, x = x.mu, x._replace(mu=x.nu)
         sides = [own.sides for own in _by_parameter(x, treedef)]
-        layouts = _layouts(x.mu, resolve_specs(matrix_specs, x.mu), mesh, sides)
+        layouts = _layouts(x.nu, resolve_specs(matrix_specs, x.nu), mesh, sides)
         stacks = [MatrixState(*layout.state if layout else [None] * 6) for layout in layouts]
-        return jax.tree.map(
+        of = jax.tree.map(
             lambda stack: NamedSharding(mesh, stack.partition), _joined(None, stacks, treedef)
         )
+        return of._replace(mu=jax.tree.map(lambda _: None, kernel)) if is_kernel else of
 
     return jax.tree.map(shardings, opt_state, is_leaf=is_soap)
 
@@ -347,6 +373,7 @@ def _joined(count: Any, states: list[MatrixState], treedef: Any) -> ScaleBySoapS
 
 def _adam(
     grads: Matrices,
+    momentum: Matrices | None,
     state: MatrixState,
     count: Int[Array, ""],
     b1: Scalar,
@@ -355,14 +382,20 @@ def _adam(
 ) -> tuple[Matrices, MatrixState]:
     """Adam in the eigenbases; nothing in the first step, which has none yet."""
     projected = _to_bases(grads, state)
-    mu = b1 * state.mu + (1 - b1) * projected
+    if momentum is None:
+        m = mu = b1 * state.mu + (1 - b1) * projected
+    else:
+        m, mu = _to_bases(momentum, state), None
     nu = b2 * state.nu + (1 - b2) * jnp.square(projected)
     updates = jnp.maximum(count, 1)  # the first step is not one of Adam's
-    correction = jnp.sqrt(bias_correction(b2, updates)) / bias_correction(b1, updates)
-    scaled = correction.astype(mu.dtype) * mu / (jnp.sqrt(nu) + eps)
+    correction = jnp.sqrt(bias_correction(b2, updates))
+    if momentum is None:
+        correction = correction / bias_correction(b1, updates)
+    scaled = correction.astype(m.dtype) * m / (jnp.sqrt(nu) + eps)
     directions = _from_bases(scaled, state)
     first = count == 0
-    mu, nu = jnp.where(first, state.mu, mu), jnp.where(first, state.nu, nu)
+    mu = None if mu is None else jnp.where(first, state.mu, mu)
+    nu = jnp.where(first, state.nu, nu)
     return jnp.where(first, 0, directions), state._replace(mu=mu, nu=nu)
 
 
@@ -398,7 +431,8 @@ def _first_bases(state: MatrixState) -> MatrixState:
 
 def _next_bases(state: MatrixState) -> MatrixState:
     """A power iteration of each basis, and the moments in the new ones."""
-    original, nu = _from_bases(state.mu, state), state.nu
+    mu, nu = state.mu, state.nu
+    original = None if mu is None else _from_bases(mu, state)
     row_basis, col_basis = state.row_basis, state.col_basis
     if row_basis is not None:
         row_basis, order = _power_iteration(state.row_gram, row_basis)
@@ -407,7 +441,7 @@ def _next_bases(state: MatrixState) -> MatrixState:
         col_basis, order = _power_iteration(state.col_gram, col_basis)
         nu = jnp.take_along_axis(nu, order[:, None, :], axis=2)
     state = state._replace(nu=nu, row_basis=row_basis, col_basis=col_basis)
-    return state._replace(mu=_to_bases(original, state))
+    return state if original is None else state._replace(mu=_to_bases(original, state))
 
 
 def _power_iteration(gram: Square, basis: Square) -> tuple[Square, Int[Array, "stack side"]]:
@@ -466,26 +500,34 @@ class Layout(NamedTuple):
 
 
 def _by_owners(
-    step: Step, layout: Layout, grads: jax.Array, state: MatrixState, count: jax.Array
+    step: Step,
+    layout: Layout,
+    grads: jax.Array,
+    momentum: jax.Array | None,
+    state: MatrixState,
+    count: jax.Array,
 ) -> tuple[jax.Array, MatrixState]:
     """`step` on whole matrices [stack, rows, cols], each by its owner.
 
     Returns:
       The update and the new state, each in its partition.
     """
-    arrays, treedef = jax.tree.flatten((grads, state))
-    stacks = [stack for stack in (layout.grads, *layout.state) if stack is not None]
+    arrays, treedef = jax.tree.flatten((grads, momentum, state))
+    each = zip((layout.grads, layout.grads, *layout.state), (grads, momentum, *state), strict=True)
+    stacks = [stack for stack, x in each if stack is not None and x is not None]
 
     def local(shards: Sequence[jax.Array], count: jax.Array) -> list[jax.Array]:
         owned = [stack.to_owners(x) for stack, x in zip(stacks, shards, strict=True)]
-        own_grads, own_state = jax.tree.unflatten(treedef, owned)
-        result = step(own_grads, own_state, count)
+        own_grads, own_momentum, own_state = jax.tree.unflatten(treedef, owned)
+        directions, new = step(own_grads, own_momentum, own_state, count)
+        results = jax.tree.leaves((directions, own_momentum, new))
         return [
             stack.from_owners(y, x.shape)
-            for stack, y, x in zip(stacks, jax.tree.leaves(result), shards, strict=True)
+            for stack, y, x in zip(stacks, results, shards, strict=True)
         ]
 
-    return jax.tree.unflatten(treedef, on_mesh(local, stacks, arrays, count))
+    directions, _, new = jax.tree.unflatten(treedef, on_mesh(local, stacks, arrays, count))
+    return directions, new
 
 
 def _layouts(

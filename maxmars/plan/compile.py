@@ -244,21 +244,27 @@ def soap_travelling_bytes(opt_state: Any) -> int:
     def shard_shape(x: Any) -> tuple[int, ...]:
         return x.sharding.shard_shape(x.shape)
 
-    def travelling(mu: Any, *others: Any) -> int:
-        grams = [x for x in others[1:3] if x is not None]
+    def travelling(nu: Any, *others: Any) -> int:
+        grams = [x for x in others[:2] if x is not None]
         if not grams:
             return 0
         stack, kept = (x[:-2] for x in (grams[0].shape, shard_shape(grams[0])))
-        # Example: m [12, 768, 3072] and a Gram matrix [12, 768, 768]. A device that keeps 3 of the
+        # Example: v [12, 768, 3072] and a Gram matrix [12, 768, 768]. A device that keeps 3 of the
         # 12 of each, [3, 768, 3072] and [3, 768, 768], has whole matrices, and nothing travels. One
-        # that keeps [12, 192, 3072] and [12, 192, 768] has a quarter of m but, by the stack alone,
+        # that keeps [12, 192, 3072] and [12, 192, 768] has a quarter of v but, by the stack alone,
         # all of the Gram matrices: these are pieces.
-        pieces = math.prod(shard_shape(mu)) * math.prod(stack) != mu.size * math.prod(kept)
-        return bytes_on_chip((mu, *others)) if pieces else 0
+        pieces = math.prod(shard_shape(nu)) * math.prod(stack) != nu.size * math.prod(kept)
+        return bytes_on_chip((nu, *others)) if pieces else 0
 
     states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_soap) if is_soap(x)]
-    sizes = [jax.tree.map(travelling, *state[1:], is_leaf=lambda x: x is None) for state in states]
-    return sum(jax.tree.leaves(sizes))
+    total = 0
+    for state in states:
+        # A momentum kernel's state stays in its place; what it makes travels as gradients do.
+        own = jax.tree.structure(state.mu) == jax.tree.structure(state.nu)
+        trees = (*state[2:], state.mu) if own else state[2:]
+        sizes = jax.tree.map(travelling, *trees, is_leaf=lambda x: x is None)
+        total += sum(jax.tree.leaves(sizes))
+    return total
 
 
 # FLOPs of a traced program.

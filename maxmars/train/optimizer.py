@@ -15,14 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import optax.contrib
 from jax.extend.core import Literal
 from jaxtyping import Num
 
 from maxmars.checkpoint.digest import leaf_types
 from maxmars.config import (
     AdamWConfig,
-    AdEMAMixConfig,
     LionConfig,
     MarsConfig,
     MuonConfig,
@@ -41,9 +39,12 @@ from maxmars.optim import (
     check_no_zero_matrix,
     descend,
     describe,
+    kernel_preset,
     mars,
+    momentum_kernel,
     muon,
     requests_of,
+    scale_by_adam_of,
     soap,
     soap_shardings,
 )
@@ -119,15 +120,20 @@ def make_optimizer(
     """
     rules, mesh = update_rules(optimizer, parameters), parameters.mesh
     decays = jax.tree.map(lambda rule: bool(rule.weight_decay), rules)
-    weight_update = _weight_update(optimizer, rate_fraction)
+    weight_update, kernel = _weight_update(optimizer, rate_fraction), _kernel(optimizer)
     match optimizer:
-        case AdamWConfig() | NAdamWConfig() | AdEMAMixConfig() | LionConfig():
-            make, options = _of_optax(optimizer)
-            if weight_update is None:
+        case AdamWConfig() | NAdamWConfig() | LionConfig():
+            of = {AdamWConfig: optax.adamw, NAdamWConfig: optax.nadamw, LionConfig: optax.lion}
+            make, options = of[type(optimizer)], _options(optimizer)
+            if weight_update is None and kernel is None:
                 tx = make(learning_rate, mask=decays, **options)
             else:
+                if isinstance(optimizer, AdamWConfig) and kernel is not None:
+                    direction = scale_by_adam_of(kernel, b2=optimizer.b2, eps=optimizer.eps)
+                else:
+                    direction = make(-1.0, **options | {"weight_decay": 0.0})
                 tx = optax.chain(
-                    make(-1.0, **options | {"weight_decay": 0.0}),  # the direction
+                    direction,
                     descend(
                         learning_rate,
                         optimizer.weight_decay,
@@ -143,6 +149,7 @@ def make_optimizer(
                 weight_update=weight_update,
                 matrix_specs=parameters.specs,
                 mesh=mesh if mesh is not None and mesh.size > 1 else None,
+                momentum_kernel=kernel,
                 **_options(optimizer),
             )
         case MarsConfig() | MuonConfig():
@@ -153,6 +160,7 @@ def make_optimizer(
                 weight_update=weight_update,
                 matrix_specs=parameters.split_specs(optimizer.qkv),
                 mesh=mesh,
+                momentum_kernel=kernel,
                 ownership_axes=mesh.axis_names if mesh and optimizer.own_over_data else None,
                 **_options(optimizer, "decay_embeddings", "qkv", "own_over_data"),
             )
@@ -181,38 +189,23 @@ def check_start(optimizer: OptimizerConfig, parameters: Parameters, params: Any)
         check_no_zero_matrix(params, weight_update, parameters.specs)
 
 
-def _of_optax(
-    optimizer: AdamWConfig | NAdamWConfig | AdEMAMixConfig | LionConfig,
-) -> tuple[Callable[..., optax.GradientTransformation], dict[str, Any]]:
-    """An optimizer of optax, and its options but for the rate."""
-    match optimizer:
-        case AdamWConfig():
-            return optax.adamw, _options(optimizer)
-        case NAdamWConfig():
-            return optax.nadamw, _options(optimizer)
-        case LionConfig():
-            return optax.lion, _options(optimizer)
-        case AdEMAMixConfig():
-            alpha, b3 = _mixing_schedules(optimizer)
-            options = _options(optimizer, "alpha", "b3", "mixing_warmup_steps")
-            return optax.contrib.ademamix, options | {"alpha": alpha, "b3": b3}
-
-
-def _mixing_schedules(
-    optimizer: AdEMAMixConfig,
-) -> tuple[float | optax.Schedule, float | optax.Schedule]:
-    """AdEMAMix's alpha and b3; the half-life of b3 grows about linearly, as the paper has it."""
-    if not optimizer.mixing_warmup_steps:
-        return optimizer.alpha, optimizer.b3
-
-    def progress(count: jax.typing.ArrayLike) -> jax.Array:
-        return jnp.minimum((count + 1) / optimizer.mixing_warmup_steps, 1.0)
-
-    def b3(count: jax.typing.ArrayLike) -> jax.Array:
-        done = progress(count)
-        return jnp.exp(1 / ((1 - done) / np.log(optimizer.b1) + done / np.log(optimizer.b3)))
-
-    return lambda count: optimizer.alpha * progress(count), b3
+def _kernel(optimizer: OptimizerConfig) -> optax.GradientTransformation | None:
+    """The momentum kernel of a config, whose biases are corrected where Adam divides it; None where
+    the optimizer has its own momentum."""
+    config = getattr(optimizer, "momentum_kernel", None)
+    if config is None or not config.is_on:
+        return None
+    # Newton-Schulz and sign forget the scale; these do not.
+    by_adam = isinstance(optimizer, AdamWConfig | SoapConfig)
+    by_adam |= isinstance(optimizer, MarsConfig) and optimizer.variant == "adamw"
+    kernel: dict[str, Any] = {"decays": config.decays, "weights": config.weights}
+    if config.preset is None:
+        kernel |= {"gradient_weight": config.gradient_weight}
+    else:
+        steps = {"switch_step": config.switch_step, "end_step": config.end_step}
+        kernel = kernel_preset(config.preset, **steps, **(kernel if config.decays else {}))
+    kernel.setdefault("debias", by_adam)
+    return momentum_kernel(**kernel)
 
 
 def own_evaluation_params(
@@ -423,12 +416,9 @@ def _check_requests(
 
 
 def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:
-    """The fields of a config that are arguments of the same name."""
-    names = {f.name for f in dataclasses.fields(optimizer)} - {
-        "learning_rate",
-        "weight_update",
-        *without,
-    }
+    """The fields of a config that are arguments of the same name and values."""
+    made = {"learning_rate", "momentum_kernel", "weight_update"}
+    names = {f.name for f in dataclasses.fields(optimizer)} - {*made, *without}
     return {name: getattr(optimizer, name) for name in names}
 
 

@@ -433,7 +433,7 @@ def error_of(config, names, value):
 
 
 @pytest.mark.usefixtures("own_checks_only")
-@pytest.mark.parametrize("optimizer", ["mars", "ademamix", "muon"])
+@pytest.mark.parametrize("optimizer", ["mars", "adamw", "muon"])
 def test_every_number_of_every_config(optimizer):
     """A field takes a number, or the error names both: `seed=-1`."""
     config = load_config(f"gpt2:size=tiny,optimizer={optimizer}")

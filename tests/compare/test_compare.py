@@ -33,7 +33,7 @@ from maxmars.compare.trials import (
     read_rows,
     write_row,
 )
-from maxmars.config import AdEMAMixConfig
+from maxmars.config import OptaxConfig
 from maxmars.train import train
 
 LION = Trial(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
@@ -260,16 +260,27 @@ def test_an_optimizer_of_the_users_own(compare_command, tmp_path, capsys):
 
 @pytest.mark.seconds
 def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_path):
-    """Each grid is one of its own: AdEMAMix takes a b1 of 0.95, and a b3 of 0.92."""
-    first = comparison.contenders[0]
-    config = dataclasses.replace(first.config, optimizer=AdEMAMixConfig(b1=0.9, b3=0.999))
-    grids = tuple(make_grid(config, f, v) for f, v in (("b1", (0.95,)), ("b3", (0.92,))))
-    contender = Contender(name="ademamix", config=config, grids=grids)
-    alone = Comparison(
-        contenders=(contender,), baseline="ademamix", seeds=(0,), budget=1, finalists=1
+    """Each grid is one of its own: this optimizer takes a b1 of 0.95, and a b3 of 0.92."""
+    own = tmp_path / "own.py"
+    own.write_text(
+        """
+import optax
+
+def make(rate, b1, b3):
+    if b1 > b3:
+        raise ValueError(f"{b1=} is more than {b3=}")
+    return optax.adam(rate, b1)
+"""
     )
-    assert compare(alone, tmp_path)
-    (result,) = read_rows(alone, tmp_path).values()
+    first = comparison.contenders[0]
+    options = {"b1": 0.9, "b3": 0.999}
+    optimizer = OptaxConfig(make=f"{own}:make", learning_rate=1e-3, options=options)
+    config = dataclasses.replace(first.config, optimizer=optimizer)
+    grids = tuple(make_grid(config, f, v) for f, v in (("b1", (0.95,)), ("b3", (0.92,))))
+    contender = Contender(name="own", config=config, grids=grids)
+    alone = Comparison(contenders=(contender,), baseline="own", seeds=(0,), budget=1, finalists=1)
+    assert compare(alone, tmp_path / "made")
+    (result,) = read_rows(alone, tmp_path / "made").values()
     assert result.loss == math.inf
     assert "b1=0.95" in result.diverged
     assert "b3=0.92" in result.diverged

@@ -10,7 +10,7 @@ from tiny import tiny_config
 from maxmars.compare.grids import make_grid, value_of, with_values
 from maxmars.compare.search import Search, next_trials
 from maxmars.compare.trials import Comparison, Contender, Trial
-from maxmars.config import AdamWConfig, AdEMAMixConfig, MuonConfig, OptaxConfig, ScheduleConfig
+from maxmars.config import AdamWConfig, MuonConfig, OptaxConfig, ScheduleConfig
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=2e-3, b1=0.9, weight_decay=0.1))
@@ -253,7 +253,7 @@ def own_optimizer(**options):
         (AdamWConfig(), "weight_decay", (0.1, 0.2), (0.05, 0.1, 0.2, 0.4)),
         (AdamWConfig(), "warmup", (), (0, 12, 25, 50, 100, 200)),
         (MuonConfig(), "momentum", (), (0.9, 0.95, 0.98)),
-        (AdEMAMixConfig(b1=0.9), "b3", (), (0.999, 0.9995, 0.9998, 0.9999)),
+        (own_optimizer(b3=0.9999), "b3", (), (0.999, 0.9995, 0.9998, 0.9999)),
         (own_optimizer(k=4), "k", (), (2, 4, 8)),
         (own_optimizer(beta_2=0.5), "beta_2", (0.5, 0.9), (0.5, 0.9, 0.98)),
         (own_optimizer(alpha=0.9), "alpha", (), (0.45, 0.9, 1.8)),

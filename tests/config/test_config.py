@@ -140,6 +140,10 @@ REFUSED = [
     (lambda: from_dict({"type": "Nope"}), "'Nope'"),
     (lambda: from_dict({"type": "AdoptConfig", "b1": 0.9}), "optax.contrib:adopt"),
     (
+        lambda: from_dict({"type": "AdEMAMixConfig", "b3": 0.9999}),
+        "--optimizer.momentum-kernel.preset ademamix",
+    ),
+    (
         lambda: from_dict({"type": "SophiaConfig"}),
         "--optimizer.make tools/examples/sophia.py:sophia",
     ),

@@ -24,12 +24,13 @@ from maxmars.optim import (
     WeightUpdate,
     clip_by_matrix_norm,
     correct_gradient,
-    corrected_ema,
     descend,
     mars,
     mars_over,
+    momentum_kernel,
     moonlight,
     muon,
+    scale_by_adam_of,
     scale_by_mars,
     scale_by_orthogonalization,
     scale_by_soap,
@@ -75,6 +76,9 @@ def adam_floor(learning_rate, *, weight_decay=0.0, matrix_specs=None, mesh=None)
     return mars_over(optax.chain(optax.scale_by_adam(), tail), matrix_specs=matrix_specs)
 
 
+KERNEL = momentum_kernel(
+    (0.9, lambda count: jnp.where(count < 1, 0.9, 0.95)), (0.5, 0.4), 0.1, debias=True
+)
 EFFICIENT = {"variant": "shampoo", "memory_efficient": True, "clip_threshold": None}
 CASES = {
     "mars adamw": Case(mars),
@@ -91,6 +95,9 @@ CASES = {
     "normuon": Case(muon, {"row_normalization": 0.95}),
     "muon hyperball": Case(muon, {"weight_update": WeightUpdate(hyperball=True)}),
     "adam floor": Case(adam_floor),
+    "muon with a kernel": Case(muon, {"momentum_kernel": KERNEL}),
+    "mars adamw with a kernel": Case(mars, {"momentum_kernel": KERNEL}),
+    "soap with a kernel": Case(soap, {"momentum_kernel": KERNEL}),
 }
 
 
@@ -105,6 +112,8 @@ SIMILAR = {
     "mars m",
     "mars over nadam",
     "moonlight",
+    "mars adamw with a kernel",
+    "soap with a kernel",
 }
 every_kind = ask(*(name for name in CASES if name not in SIMILAR))
 
@@ -335,7 +344,12 @@ def test_constants_schedules_and_injected_hyperparameters_are_the_same(case):
 DIRECTIONS = {
     "correction": (correct_gradient, {}),
     "clip": (clip_by_matrix_norm, {}),
-    "one buffer": (corrected_ema, {"b1": 0.9, "gamma": 0.1}),
+    "one buffer": (momentum_kernel, {"decays": (0.9,), "weights": (0.9,), "gradient_weight": 0.1}),
+    "momentum kernel": (
+        momentum_kernel,
+        {"decays": (0.9, 0.99), "weights": (1.0, 2.0), "debias": True},
+    ),
+    "adam of a kernel": (scale_by_adam_of, {"momentum": KERNEL}),
     "orthogonalization": (scale_by_orthogonalization, {}),
     "mars over lion": (mars_over, {"inner": optax.scale_by_lion()}),
     "mars": (scale_by_mars, {}),
@@ -402,7 +416,7 @@ def test_the_parts_of_mars_calculate_in_float32():
     np.testing.assert_allclose(clipped["w"], np.full((4, 4), 0.25))
     assert state.clip_fraction == 1
     grads = {"w": jnp.ones((4, 4))}
-    ema = corrected_ema(0.95, 0.05, accumulator_dtype="bfloat16")
+    ema = momentum_kernel((0.95,), (0.95,), 0.05, accumulator_dtype="bfloat16")
     state = ema.init(grads)
     m, after = ema.update(grads, state)
     assert (types(m), types(after)) == (types(grads), types(state))

@@ -14,10 +14,10 @@ from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
 
 from maxmars.config import (
     AdamWConfig,
-    AdEMAMixConfig,
     LionConfig,
     MarsConfig,
     MeshConfig,
+    MomentumKernelConfig,
     MuonConfig,
     NAdamWConfig,
     ScheduleConfig,
@@ -39,6 +39,9 @@ from maxmars.train.optimizer import (
     update_rules,
 )
 from maxmars.train.step import init_train_state, make_train_step
+
+ADEMAMIX = MomentumKernelConfig(preset="ademamix", end_step=4)
+TWO_EMAS = MomentumKernelConfig(preset="two_ema", switch_step=2)
 
 
 def test_specs_of_stacked_parameters():
@@ -76,7 +79,9 @@ def first_step(optimizer, params, grads):
     "optimizer",
     [
         NAdamWConfig(),
-        AdEMAMixConfig(),
+        AdamWConfig(momentum_kernel=ADEMAMIX),
+        SoapConfig(momentum_kernel=TWO_EMAS, weight_decay=0.0),
+        MuonConfig(momentum_kernel=TWO_EMAS, weight_decay=0.1),
         MarsConfig(optimize_vectors=True),
         MarsConfig(variant="lion", decay_embeddings=True),
         MarsConfig(variant="m", decay_embeddings=True),
@@ -107,7 +112,12 @@ def test_rules_say_what_the_optimizer_does(optimizer):
 
 @pytest.mark.parametrize(
     "optimizer",
-    [AdamWConfig(), AdEMAMixConfig(weight_decay=0.1), SoapConfig(weight_decay=0.1), MuonConfig()],
+    [
+        AdamWConfig(),
+        AdamWConfig(momentum_kernel=ADEMAMIX),
+        SoapConfig(weight_decay=0.1),
+        MuonConfig(),
+    ],
 )
 def test_a_coupled_decay_follows_the_schedule(optimizer):
     decays = dataclasses.replace(
@@ -151,7 +161,8 @@ def test_rules_say_the_rates():
 
 def test_ademamix_is_the_papers():
     """Algorithm 1 of arXiv 2409.03137, in NumPy."""
-    config = AdEMAMixConfig(b3=0.99, mixing_warmup_steps=4, weight_decay=0.0)
+    kernel = dataclasses.replace(ADEMAMIX, decays=(0.9, 0.99), weights=(1.0, 5.0))
+    config = AdamWConfig(momentum_kernel=kernel, b2=0.999, weight_decay=0.0)
     params = random_params(MODEL)
     tx = make_optimizer(config, Parameters(MODEL), jnp.float32(0.1))
     update, state = jax.jit(tx.update), tx.init(params)
@@ -161,12 +172,12 @@ def test_ademamix_is_the_papers():
         updates, state = update(grads, state, params)
         grad = np.asarray(grads["wpe"]["embedding"], np.float64)
         done = min(t / 4, 1)
-        slopes = np.log(config.b1), np.log(config.b3)
+        slopes = np.log(0.9), np.log(0.99)
         b3 = np.exp(slopes[0] * slopes[1] / ((1 - done) * slopes[1] + done * slopes[0]))
-        fast = config.b1 * fast + (1 - config.b1) * grad
+        fast = 0.9 * fast + 0.1 * grad
         slow = b3 * slow + (1 - b3) * grad
         square = config.b2 * square + (1 - config.b2) * grad**2
-        mixed = fast / (1 - config.b1**t) + config.alpha * done * slow
+        mixed = fast / (1 - 0.9**t) + 5 * done * slow
         expected = -0.1 * mixed / (np.sqrt(square / (1 - config.b2**t)) + config.eps)
         np.testing.assert_allclose(updates["wpe"]["embedding"], expected, rtol=1e-4, atol=1e-6)
 

@@ -7,11 +7,11 @@ from tiny import first_difference, series, short_config, sophia
 
 from maxmars.config import (
     AdamWConfig,
-    AdEMAMixConfig,
     CheckpointConfig,
     EvalConfig,
     LionConfig,
     MarsConfig,
+    MomentumKernelConfig,
     MuonConfig,
     NAdamWConfig,
     OptaxConfig,
@@ -20,15 +20,19 @@ from maxmars.config import (
 )
 from maxmars.train import train
 
+EIGHT = MomentumKernelConfig(preset="eight_ema", switch_step=2, end_step=5)
 OPTIMIZERS = {
     "adamw": AdamWConfig(),
     "nadamw": NAdamWConfig(),
-    "ademamix": AdEMAMixConfig(mixing_warmup_steps=4),
+    "ademamix": AdamWConfig(momentum_kernel=MomentumKernelConfig(preset="ademamix", end_step=4)),
     "lion": LionConfig(),
     "adopt": OptaxConfig(make="optax.contrib:adopt", learning_rate=6e-4),
     "sophia": sophia(2),
     "soap": SoapConfig(),
     "muon": MuonConfig(),
+    "muon of eight": MuonConfig(momentum_kernel=EIGHT),
+    "soap of eight": SoapConfig(momentum_kernel=EIGHT),
+    "mars of eight": MarsConfig(momentum_kernel=EIGHT),
     "moonlight": MuonConfig(ns_scale="rms", vector_learning_rate_scale=1.0),
     "normuon": MuonConfig(row_normalization=0.95),
     "adamw hyperball": AdamWConfig(weight_update=WeightUpdateConfig(hyperball=True)),
