@@ -14,7 +14,6 @@ import importlib
 import importlib.util
 import logging
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -27,7 +26,6 @@ from maxmars.cli.output import standard_streams
 from maxmars.distributed.exits import OWN_ERROR, is_one_of_several
 
 _PACKAGE = Path(maxmars.__file__).resolve().parent
-_MOST_SHOWN = 200  # characters of a word
 
 
 class Command(NamedTuple):
@@ -106,7 +104,7 @@ def _run(argv: list[str]) -> int:
             error.add_note("sys.exit ends the command; raise an exception there")
         is_external = isinstance(error, (*EXTERNAL_ERRORS, SystemExit)) or _is_out_of_memory(error)
         if is_external and os.environ.get("MAXMARS_TRACEBACK") != "1":
-            code = _report(error, argv)
+            code = _report(error)
         elif is_one_of_several():
             traceback.print_exc()
             code = OWN_ERROR
@@ -136,8 +134,7 @@ def _dispatch(argv: list[str]) -> int:
         except ModuleNotFoundError as error:  # of an extra's package it would be raised later
             _print_error(
                 f"there is no package {error.name}, which `maxmars {name}` needs: this maxmars was "
-                "installed for maxmars.optim alone. Install it again without --no-deps.",
-                argv,
+                "installed for maxmars.optim alone. Install it again without --no-deps."
             )
             return 1
         return getattr(module, command.function)(rest)
@@ -151,7 +148,7 @@ def _dispatch(argv: list[str]) -> int:
         close = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f" Did you mean `{close[0]}`?" if close else ""
         known = ", ".join(COMMANDS)
-        _print_error(f"there is no command `{name}`.{hint} The commands are {known}.", argv)
+        _print_error(f"there is no command `{name}`.{hint} The commands are {known}.")
     else:
         print(_help_text(), file=sys.stderr)
     return 2
@@ -195,7 +192,7 @@ def _stay_on_the_cpu_without_chips() -> None:
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def _report(error: BaseException, argv: list[str]) -> int:
+def _report(error: BaseException) -> int:
     """Print an error as one line; returns the exit code."""
     from maxmars.config.checks import UsageError
     from maxmars.config.errors import in_words, place_in_own_file
@@ -211,7 +208,7 @@ def _report(error: BaseException, argv: list[str]) -> int:
         )
     elif not (place_in_own_file(error) or _is_raised_here(error)):
         message = f"{message} (MAXMARS_TRACEBACK=1 shows where this was raised)"
-    _print_error(message, argv)
+    _print_error(message)
     return 2 if isinstance(error, UsageError) else 1
 
 
@@ -229,13 +226,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return is_xlas or isinstance(error, MemoryError)
 
 
-def _print_error(message: str, argv: list[str]) -> None:
-    """Print an error as one line, with 200 characters at most of each word of the command line."""
-    for word in argv:
-        for part in (word, word.partition("=")[2], *re.split("[=,:]", word)):
-            for shown in (part, repr(part)[1:-1]):
-                if len(shown) > _MOST_SHOWN:
-                    message = message.replace(shown, f"{shown[:_MOST_SHOWN]}...")
+def _print_error(message: str) -> None:
     print("maxmars: error: " + "\\n".join(message.splitlines()), file=sys.stderr)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import os
 import shlex
 import sys
@@ -401,6 +400,11 @@ Turn text into tokens for training, and look at the result.
 `maxmars data prepare --help` lists the sources and the options."""
 
 
+def _more_files(arguments: PrepareArguments, word: str, value: str | None) -> str | None:
+    """The line for what a shell makes of a pattern."""
+    return None if word.startswith("-") else "quote a pattern of files: 'books/*.txt'."
+
+
 def run(argv: list[str]) -> int:
     """Run `maxmars data`."""
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
@@ -408,13 +412,8 @@ def run(argv: list[str]) -> int:
         print(_USAGE)
         return 0
     if name == "prepare":
-        words = list(itertools.takewhile(lambda word: not word.startswith("-"), rest))
-        if len(words) > 2:  # which a shell makes of a pattern
-            raise UsageError(
-                f"maxmars data prepare takes SOURCE and OUT, not {len(words)} words ({words[0]}, "
-                f"{words[1]}, ...); quote a pattern of files: 'books/*.txt'."
-            )
-        return _prepare(parse_options(PrepareArguments, rest, prog="maxmars data prepare"))
+        prog = "maxmars data prepare"
+        return _prepare(parse_options(PrepareArguments, rest, prog=prog, hint=_more_files))
     if name == "inspect":
         return _inspect(parse_options(InspectArguments, rest, prog="maxmars data inspect"))
     raise UsageError(

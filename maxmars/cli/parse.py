@@ -8,6 +8,7 @@ are only the options that it cannot know: those of other programs, and the choic
 from __future__ import annotations
 
 import functools
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -201,32 +202,45 @@ def parse_options(
         raise UsageError(in_words(error)) from error
     if not unknown:
         return parsed
-    word, equals, value = next((w for w in unknown if w[:1] == "-"), unknown[0]).partition("=")
-    if not word.startswith("-"):
-        word, value = unknown[0], None
-    elif not equals:  # its value is the next word, if that is none of another option
-        value = next(iter(unknown[unknown.index(word) + 1 :]), None)
-    line = hint(parsed, word, value)
+    word, value = _option_in(unknown)
     if foreign := foreign_meant(whole, word):
-        line = "it is --{} here{}.".format(*foreign)
-    if line:
+        line: str | None = "it is --{} here{}.".format(*foreign)
+    else:
+        line = hint(parsed, word, value)
+    if line is not None:
         raise UsageError(f"`{prog}` does not take {word}: {line}")
-    # tyro refuses it, without the value of an unknown option, which may be a secret.
-    shown, is_unknown = [], False
+    return call(args=_without_values(argv, unknown), default=given)  # tyro refuses it
+
+
+def _option_in(unknown: Sequence[str]) -> tuple[str, str | None]:
+    """The first option among words that a command does not know, with its value, or the first."""
+    for index, word in enumerate(unknown):
+        if word.startswith("-"):
+            flag, equals, value = word.partition("=")
+            return flag, value if equals else next(iter(unknown[index + 1 :]), None)
+    return unknown[0], None
+
+
+def _without_values(argv: Sequence[str], unknown: Sequence[str]) -> list[str]:
+    """A command line without the values of unknown options, which may be secrets."""
+    words: list[str] = []
+    is_unknown = False
     for word in argv:
         if word.startswith("-"):
             is_unknown = word in unknown
-            shown.append(word.partition("=")[0] if is_unknown else word)
+            words.append(word.partition("=")[0] if is_unknown else word)
         elif not (is_unknown and word in unknown):
-            shown.append(word)
-    return call(args=shown, default=given)
+            words.append(word)
+    return words
 
 
 def foreign_meant(arguments: Any, word: str) -> tuple[str, str] | None:
     """The option of a command which is called so in other programs, and what else to say of it."""
-    name = word.lstrip("-").replace("_", "-")
-    rows = (row for row in FOREIGN if row[0] == name and has_option(arguments, row[1]))
-    return next((row[1:] for row in rows), None)
+    name = re.sub("[-_]", "", word)  # also of --batchsize and --batch_size
+    for theirs, ours, note in FOREIGN:
+        if theirs.replace("-", "") == name and has_option(arguments, ours):
+            return ours, note
+    return None
 
 
 def _refuse_credentials(argv: Sequence[str], prog: str) -> None:

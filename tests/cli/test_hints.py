@@ -52,6 +52,7 @@ def test_an_option_of_another_program_is_told_ours(word, said):
 
 def test_ours_is_told_only_where_a_command_has_it(said):
     assert "it is --num-steps" not in said("audit x --steps 3")
+    assert "it is --global-batch-size here" in said("train quickstart --batchsize=8")
     launch = "launch slurm quickstart --name a --workdir /w"
     assert "it is --workdir here" in said(f"{launch} --output-dir /w")
     assert "it is --gpus-per-node here" in said(f"{launch} --gpus 8")

@@ -281,19 +281,10 @@ def test_a_negated_boolean_is_told_the_option_with_its_values(option, call):
         assert f"--{option} {{True,False}}" in refusal(call, ["train", "quickstart", word])
 
 
-@pytest.mark.parametrize("text", ["9x", "a b", "9\n", "\u2028é"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["train", "TEXT"],
-        ["train", "quickstart:optimizer=TEXT,data=x"],
-        ["train", "quickstart:TEXT"],
-        ["TEXT"],
-    ],
-)
-def test_a_refusal_shows_200_characters_of_a_value_on_one_line(words, text, call):
-    said = refusal(call, [word.replace("TEXT", 999 * text) for word in words])
-    assert 200 < len(said) < 800  # with the rule, the way out, and of a CONFIG the part of it
+@pytest.mark.parametrize("config", ["{}", "quickstart:optimizer={},data=x", "quickstart:{}"])
+def test_a_refusal_is_one_line_whatever_is_typed(config, call):
+    for text in ("9\n9", "\u2028é"):
+        assert refusal(call, ["train", config.format(text)]).isprintable()
 
 
 def test_the_value_of_an_unknown_option_is_not_told(call):
