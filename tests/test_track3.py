@@ -17,7 +17,10 @@ from maxmars.model.parameters import Parameters, init_params
 from maxmars.train.optimizer import make_optimizer, make_schedule
 
 TRACK3 = Path(__file__).parents[1] / "tools" / "examples" / "track3" / "track3.py"
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("soap", "mars_shampoo")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("soap", "mars_shampoo", "mars_m", "nadamw")
+]
 
 
 def tiny(model):
@@ -94,7 +97,7 @@ def test_the_model_computes_the_published_formulas():
     assert float(loss) == pytest.approx(float(losses.mean()), rel=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "mars", *SLOW])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon", "muonh", "mars", *SLOW])
 def test_each_optimizer_moves_every_parameter_at_its_rate(optimizer):
     config = load_config(f"{TRACK3}:optimizer={optimizer}")
     model, rate = tiny(config.model), config.optimizer.learning_rate
@@ -117,7 +120,7 @@ def test_each_optimizer_moves_every_parameter_at_its_rate(optimizer):
 
 
 TINY = """
-    --optimizers mars --seeds 1 --num-steps 2 --learning-rates 6e-3 --budget 1 --finalists 1
+    --optimizers muonh --seeds 2 --num-steps 2 --learning-rates 6e-3 --budget 1 --finalists 1
     --global-batch-size 16 --num-microbatches 2 --model.max-seq-len 16 --eval.num-windows 8
     --model.options.num-layers 1 --model.options.num-heads 2 --model.options.embed-dim 16
     --model.options.dtype float32
@@ -135,4 +138,7 @@ def test_an_entry_is_made_and_verified(tmp_path, capsys):
     cli.main(["compare", str(TRACK3), *words])
     assert {path.name for path in (workdir / "sources").rglob("*.py")} == {"track3.py", "model.py"}
     cli.main(["compare", "verify", str(workdir), "--data", str(tokens)])
-    assert "mars, seed 0: confirmed, same digest" in capsys.readouterr().out
+    assert "muonh, seed 0: confirmed, same digest" in capsys.readouterr().out
+    cli.main(["report", str(workdir), "--out", str(tmp_path / "entry")])
+    curves = (tmp_path / "entry" / "curves.csv").read_text().splitlines()
+    assert {line.count("muonh") > 0 for line in curves[1:]} == {True}

@@ -70,9 +70,10 @@ def constant(value: float, **axes: int) -> Parameter:
 class Block(nnx.Module):
     """Attention and an MLP, each behind a norm."""
 
-    def __init__(self, kernels: GPT2Config, rngs: nnx.Rngs):
+    def __init__(self, kernels: GPT2Config, rngs: nnx.Rngs, nonzero: bool):
         """Projections back to the residual stream start at zero, the others with a variance of a
-        third over their inputs. `kernels` says which kernel computes attention."""
+        third over their inputs; `nonzero` is the start of MuonH's results, which keep the norm of
+        every matrix. `kernels` says which kernel computes attention."""
         heads = {"heads": kernels.num_heads, "head_dim": kernels.head_dim}
         embed, mlp = kernels.embed_dim, 4 * kernels.embed_dim
         std = (0.33 / embed) ** 0.5
@@ -80,11 +81,19 @@ class Block(nnx.Module):
         self.attention_gain, self.mlp_gain = constant(1.0, norm=embed), constant(1.0, norm=embed)
         self.q, self.k, self.v = (normal(rngs, std, embed=embed, **heads) for _ in range(3))
         self.q_bias, self.k_bias, self.v_bias = (constant(0.0, **heads) for _ in range(3))
-        self.attention_out = constant(0.0, **heads, embed=embed)
+        self.attention_out = (
+            normal(rngs, 1.25 * std, **heads, embed=embed)
+            if nonzero
+            else constant(0.0, **heads, embed=embed)
+        )
         self.attention_out_bias = constant(0.0, norm=embed)
-        self.mlp_in = normal(rngs, std, embed=embed, mlp=mlp)
+        self.mlp_in = normal(rngs, (1.5 if nonzero else 1) * std, embed=embed, mlp=mlp)
         self.mlp_in_bias = constant(0.0, mlp=mlp)
-        self.mlp_out = constant(0.0, mlp=mlp, embed=embed)
+        self.mlp_out = (
+            normal(rngs, 1.5 * std, mlp=mlp, embed=embed)  # three times that of its inputs
+            if nonzero
+            else constant(0.0, mlp=mlp, embed=embed)
+        )
         self.mlp_out_bias = constant(0.0, norm=embed)
 
     def __call__(
@@ -112,13 +121,13 @@ class Block(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, norm, blocks under `jax.lax.scan`, norm, and the head."""
 
-    def __init__(self, kernels: GPT2Config, rngs: nnx.Rngs):
+    def __init__(self, kernels: GPT2Config, rngs: nnx.Rngs, nonzero: bool):
         """The embedding starts standard normal, the head at zero."""
         rows, embed = kernels.vocab_size, kernels.embed_dim
 
         @functools.partial(nnx.vmap, transform_metadata={nnx.PARTITION_NAME: "layers"})
         def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(kernels, rngs)
+            return Block(kernels, rngs, nonzero)
 
         self.kernels = kernels
         self.embedding = normal(rngs, 1.0, vocab=rows, embed=embed)
@@ -171,8 +180,10 @@ def make(
     num_heads: int = 6,
     embed_dim: int = 768,
     dtype: str = "bfloat16",
+    nonzero: bool = False,
 ) -> Decoder:
-    """The model of `ModuleConfig`; `dtype` is that of the matrix products."""
+    """The model of `ModuleConfig`; `dtype` is that of the matrix products. See `Block` for
+    `nonzero`."""
     kernels = GPT2Config(
         num_layers=num_layers,
         num_heads=num_heads,
@@ -181,4 +192,4 @@ def make(
         vocab_size=vocab_size,
         compute_dtype=dtype,  # pyrefly: ignore
     )
-    return Decoder(kernels, rngs)
+    return Decoder(kernels, rngs, nonzero)

@@ -1,7 +1,7 @@
 """Track 3 of modded-nanogpt: fewest steps to a validation loss of 3.28, for one GPU.
 
     hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B
-    maxmars compare tools/examples/track3/track3.py --optimizers muon mars --workdir runs/track3
+    maxmars compare tools/examples/track3/track3.py --optimizers mars_m muonh --workdir runs/track3
     maxmars plan tools/examples/track3/track3.py:optimizer=mars --topology h200:1
 
 The benchmark (https://github.com/KellerJordan/modded-nanogpt, records/track_3_optimization) fixes
@@ -14,14 +14,17 @@ model, data and batch, and leaves optimizer, schedule and number of steps open:
 * a result counts if (3.28 - mean) times the root of the number of runs is at least 0.004.
 
 Matrices of the blocks are optimized by `optimizer`, and embedding, head and vectors always by
-AdamW, each with a rate of its own. Published steps to 3.28: 3,250 with Muon (2026-06-11, its values
-are `muon` here), 5,625 with AdamW (`adamw`, with --num-steps 5625), 2,690 with the record. Nobody
-published a run with MARS, NAdamW or SOAP as they are here: these values are where tuning begins.
+AdamW, each with a rate of its own. Published steps to 3.28, in September 2026: 3,250 with Muon (its
+values are `muon` here), 3,210 with Muon's momentum of two averages, 3,250 to 3,125 with MuonH by
+its schedule and 3,065 by its momentum, 5,625 with AdamW (`adamw`, with --num-steps 5625), 2,580
+with what adds to many of these. Nobody published a run with MARS, MARS-M, NAdamW or SOAP as they
+are here: these values are where tuning begins, as are those of `normuon` and `muonh`.
 
 What differs from the benchmark:
 
 * Embedding, head and vectors have the rates and decay of Muon's result (0.7, 0.004, 0.015; 0.001)
-  under every rule. AdamW's result has 0.3, 0.003125, 0.01 and no decay: `adamw` here is not it.
+  under every rule, and one schedule multiplies all rates. AdamW's result has 0.3, 0.003125, 0.01
+  and no decay, MuonH's 0.91, 0.0064, 0.0195 and a schedule of its own: neither is here.
 * The benchmark's program takes 190 batches from each file of 100M tokens and skips the other
   385,280; here files follow each other without a gap. So no batch from the second file on is the
   benchmark's.
@@ -43,9 +46,11 @@ from maxmars.config import (
     TokenShardsConfig,
     TrainConfig,
 )
-from maxmars.optim import MatrixSpec, mars, muon, soap
+from maxmars.optim import MatrixSpec, WeightUpdate, mars, muon, soap
 
-Optimizer = Literal["adamw", "nadamw", "soap", "muon", "mars", "mars_shampoo", "mars_m"]
+Optimizer = Literal[
+    "adamw", "nadamw", "soap", "muon", "normuon", "muonh", "mars", "mars_shampoo", "mars_m"
+]
 
 EPS = 1e-10 / (512 * 1024)
 """The benchmark's 1e-10, for gradients of a mean over tokens in place of a sum."""
@@ -57,6 +62,8 @@ def get_config(optimizer: Optimizer = "muon") -> TrainConfig:
         "nadamw": (1.5e-3, 0.1),
         "soap": (3e-3, 0.01),
         "muon": (2.5e-2, 0.05),
+        "normuon": (2.5e-2, 0.05),
+        "muonh": (3e-2, 0.0),
         "mars": (6e-3, 0.01),
         "mars_shampoo": (2.5e-2, 0.05),
         "mars_m": (1e-2, 0.1),
@@ -69,7 +76,13 @@ def get_config(optimizer: Optimizer = "muon") -> TrainConfig:
         gradient_clip_norm=None,
         model=ModuleConfig(
             make="model.py:make",
-            options={"num_layers": 12, "num_heads": 6, "embed_dim": 768, "dtype": "bfloat16"},
+            options={
+                "num_layers": 12,
+                "num_heads": 6,
+                "embed_dim": 768,
+                "dtype": "bfloat16",
+                "nonzero": optimizer == "muonh",
+            },
             vocab_size=50304,
             max_seq_len=1024,
         ),
@@ -135,8 +148,12 @@ def make_optimizer(
         case "soap":
             options |= {"max_precondition_dim": 4096}
             matrix = soap(learning_rate, weight_decay=weight_decay, **options)
-        case "muon":
+        case "muon" | "normuon" | "muonh":
             options |= {"ns_steps": 12, "ns_coefficients": (2.0, -1.5, 0.5)}
+            if rule == "normuon":
+                options["row_normalization"] = 0.95
+            if rule == "muonh":
+                options["weight_update"] = WeightUpdate(hyperball=True)
             matrix = muon(learning_rate, weight_decay=weight_decay, **options)
         case "mars":
             matrix = mars(learning_rate, weight_decay=weight_decay, **options)
