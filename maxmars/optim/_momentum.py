@@ -150,8 +150,8 @@ def kernel_preset(
     step, counted from 0, all have the decay 0.95. After it the two have 0.85 and 0.98, mixed
     0.4385 : 0.5615. The six and eight have mean ages τ = β / (1 − β) from 3 to 64 at equal ratios;
     the weights move linearly from a mixture with a mean age of 50 steps to one of 22, or from 58 to
-    26. Of such mixtures these have the greatest entropy, w_k ∝ exp(λ τ_k): the records' texts say
-    no more than the ages.
+    26. In such a mixture the weights grow as 1, 2, 3, ... to the last but one; the last makes the
+    mean age.
 
     "ademamix" is the numerator of AdEMAMix (arXiv 2409.03137), for Adam: a fast EMA, whose bias
     alone is corrected, and slow ones, whose weights grow from 0 and whose half-lives grow from the
@@ -199,13 +199,10 @@ def kernel_preset(
 
 
 def _mixture(ages: np.ndarray, mean_age: float) -> np.ndarray:
-    low, high = -1.0, 1.0  # of λ, with which the mean age grows
-    for _ in range(60):
-        middle = (low + high) / 2
-        weights = np.exp(middle * (ages - ages.max()))
-        weights /= weights.sum()
-        low, high = (middle, high) if weights @ ages < mean_age else (low, middle)
-    return weights
+    """Weights a, 2 a, 3 a, ... and a last one, of the sum 1 and this mean age."""
+    ranks = np.arange(1, len(ages))
+    a = (ages[-1] - mean_age) / (ranks.sum() * ages[-1] - ranks @ ages[:-1])
+    return np.append(a * ranks, 1 - a * ranks.sum())
 
 
 def _warmed_up(decays: Sequence[float], weights: Sequence[float], steps: int) -> dict[str, Any]:

@@ -147,9 +147,13 @@ def test_its_members_are_what_they_are_called(x64, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "number", "first", "last"), [("six_ema", 6, 50, 22), ("eight_ema", 8, 58, 26)]
+    ("name", "number", "first", "last", "least"),
+    [
+        ("six_ema", 6, 50, 22, [0.021003991507788214, 0.06301197452336468]),
+        ("eight_ema", 8, 58, 26, [0.005093975, 0.032261839]),
+    ],
 )
-def test_many_emas_have_the_ages_of_the_records(x64, name, number, first, last):
+def test_many_emas_have_ages_and_weights_of_the_records(x64, name, number, first, last, least):
     kernel = kernel_preset(name, switch_step=100, end_step=200)
     decays = np.array([float(decay(101)) for decay in kernel["decays"]])
     ages = decays / (1 - decays)
@@ -163,6 +167,9 @@ def test_many_emas_have_the_ages_of_the_records(x64, name, number, first, last):
 
     found = [mean_age(step) for step in (0, 100, 150, 200, 900)]
     np.testing.assert_allclose(found, [first, first, (first + last) / 2, last, last], rtol=1e-9)
+    for step, weight in zip((100, 200), least, strict=True):  # as the records' programs write them
+        weights = [float(w(step)) / 0.95 for w in kernel["weights"]]
+        np.testing.assert_allclose(weights[:-1], weight * np.arange(1, number), rtol=1e-8)
 
 
 @pytest.mark.parametrize(
