@@ -26,6 +26,7 @@ OPTIMIZERS = (
     "adamw",
     "nadamw",
     "muon",
+    "normuon",
     "moonlight",
     "lion",
     "soap",

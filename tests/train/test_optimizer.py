@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from refusals import refused
 from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
 
 from maxmars.config import (
@@ -141,6 +142,17 @@ def test_a_coupled_decay_follows_the_schedule(optimizer):
     for name in kernel:
         updates, params = updates[name], params[name]
     np.testing.assert_allclose(updates, -0.1 * 0.3 * 0.1 * 0.3 * params, rtol=1e-5)
+
+
+def test_a_run_refuses_to_start_from_a_matrix_that_hyperball_never_moves():
+    hyperball = WeightUpdateConfig(hyperball=True)
+    config = tiny_config(optimizer=AdamWConfig(weight_update=hyperball))
+    parameters = Parameters(MODEL, sharding.make_mesh(config.mesh, jax.devices()[:1]))
+    params = jax.tree.map(jnp.asarray, random_params(MODEL))
+    init_train_state(config, parameters, {"params": params})
+    params["h"]["mlp"]["c_fc"]["kernel"] = params["h"]["mlp"]["c_fc"]["kernel"].at[2].set(0)
+    with refused(ValueError, "h.mlp.c_fc.kernel", "2"):
+        init_train_state(config, parameters, {"params": params})
 
 
 def test_rules_say_the_rates():
