@@ -7,8 +7,8 @@ was rebooted.
 
 `TpuVm` writes the `gcloud` commands for one TPU and reads its state. A TPU is one slice, a node of
 Google's, or several slices of one queued resource, which the data center's network joins: each
-host's metadata then says which slice it is of, as libtpu and JAX read. `Launcher` brings the run to
-its end. `host.sh` is the script that runs on each host.
+host's metadata then says which slice it is of, as libtpu and JAX read. `bring_to_its_end` is the
+loop of a run. `host.sh` is the script that runs on each host.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from tyro.conf import Suppress, UseAppendAction, arg
 
@@ -46,10 +44,7 @@ from maxmars.launch.job import (
     run_program,
 )
 
-_KEY = Path(".ssh/google_compute_engine")  # gcloud's, in the home directory
 _STOPPED = 75  # exit code of a run that was stopped and can go on
-_SSH_TRIES = 4
-_ASK_TRIES = 30
 _END_S = 180  # for the last host to end after the first
 _CAPACITY = ("capacity", "resource_exhausted", "stockout")
 # What gcloud says when another try would fail as well: at once, and where ssh never worked.
@@ -58,7 +53,6 @@ _NO_PERMISSION = re.compile(
     r"Required '[\w.]+' permission|HttpError\D{0,20}403|not authorized",
     re.IGNORECASE,
 )
-_NO_ROUTE = re.compile(r"No route to host|Network is unreachable", re.IGNORECASE)
 _REPORT = re.compile(r"\[maxmars-host\] (\S+) (\S.*)$")
 
 # Of the hosts, by Google's page "TPU software versions".
@@ -69,7 +63,6 @@ _SOFTWARE = {
     "v4": "tpu-ubuntu2204-base",
 }
 
-_Answer = TypeVar("_Answer")
 Kind = Literal["tpu-vm", "queued-resources"]
 Phase = Literal["missing", "coming", "ready", "leaving", "gone", "failed"]
 
@@ -93,9 +86,13 @@ _WORST: tuple[Phase, ...] = ("ready", "coming", "leaving", "gone", "failed")
 class UnansweredError(ValueError):
     """gcloud failed, and may work later, as when Google's service is overloaded."""
 
+    tries: ClassVar[int] = 30
 
-class UnreachedError(Exception):
+
+class UnreachedError(UnansweredError):
     """Not every host answers by ssh."""
+
+    tries: ClassVar[int] = 4
 
 
 @dataclass(frozen=True)
@@ -423,267 +420,204 @@ class TpuOptions(RunOptions, TpuVm):
         return self.gcloud("queued-resources", *words, *options)
 
 
-class Launcher:
-    """Brings a run to its end: looks at the TPU, does the one thing that is missing, looks again.
+def bring_to_its_end(tpu: TpuOptions, job: Job) -> int:
+    """Look at the TPU and its hosts, do the one thing that is missing, and look again.
 
     Nothing is remembered from before, so that the same command may be given again after this
     program was killed. A host answers a command of host.sh by a line such as
     `[maxmars-host] t1v-n-3 exited 0`. The run itself refuses starts that come to nothing, by an
     error of its own.
+
+    Returns:
+      0 when all steps are done, 75 after `stop`.
+
+    Raises:
+      ValueError: the run failed, the TPU cannot be had or reached, or too many restarts.
     """
+    delete = f"`maxmars launch tpu-vm delete {tpu.where}`"
+    cost = f"The TPU costs until {delete}."
+    starts = 0  # of the run, seen or made here, and creations for lack of capacity
+    failures = 0  # of gcloud and ssh, one after another
+    seen = 0  # lines of the first host's log
+    shown, answered = "", False
+    copied = is_new = is_watched = False
 
-    def __init__(self, options: TpuOptions, job: Job) -> None:
-        """Take over a run, at whatever point it stands."""
-        self._tpu, self._job = options, job
-        self._answered = False  # whether gcloud has answered
-        self._starts = 0  # of the run, seen or made here, and creations for lack of capacity
-        self._seen = 0  # lines of the first host's log
-        self._forget_hosts()
-        self._cost = f"The TPU costs until `maxmars launch tpu-vm delete {options.where}`."
+    def count_start(reason: str) -> int:
+        if starts > tpu.max_restarts:
+            raise ValueError(
+                f"{reason}, and --max-restarts {tpu.max_restarts} are used up; the same command "
+                f"continues the run. {cost}"
+            )
+        if starts:
+            log(f"{reason}; restart {starts} of at most {tpu.max_restarts}")
+        return starts + 1
 
-    def _forget_hosts(self) -> None:
-        self._is_new = False  # whether this program has created the TPU, and started nothing yet
-        self._has_files = False  # whether the hosts have: then ssh has worked
-        self._is_under_way = False
-        self._failures = 0  # of ssh, one after another
-
-    def run(self) -> int:
-        """Run to the end; the exit code: 0 when all steps are done, 75 after `stop`.
-
-        Raises:
-          ValueError: the run failed, the TPU cannot be had, or too many restarts.
-        """
-        _check_agent(self._tpu)
-        shown = ""
-        while True:
-            state = self._ask(self._tpu.state)
+    while True:
+        try:
+            state = tpu.state()
+            answered = True
             if state.text != shown:
-                log(f"{self._tpu.name}: {state.text}")
+                log(f"{tpu.name}: {state.text}")
                 shown = state.text
+            if state.phase != "ready":  # also while it is repaired: the disks may be new then
+                copied = is_watched = False
             match state.phase:
                 case "missing":
-                    self._forget_hosts()
-                    self._create()
-                case "ready":
-                    code = self._bring_hosts_on(state.num_hosts)
-                    if code is not None:
-                        return code
+                    starts, is_new = count_start("the TPU is not there"), True
+                    _create(tpu, is_first=starts == 1)
                 case "gone":
-                    self._ask(self._tpu.remove)
+                    tpu.remove()
                 case "failed":
                     raise ValueError(
-                        f"{self._tpu.name} is of no use: {state.text}. Delete it with `maxmars "
-                        f"launch tpu-vm delete {self._tpu.where}` and launch again."
+                        f"{tpu.name} is of no use: {state.text}. Delete it with {delete} and "
+                        "launch again."
                     )
-                case _:  # while it is repaired, too, after which the disks may be new
-                    self._has_files = self._is_under_way = False
-                    time.sleep(self._tpu.poll_s)
-
-    def _bring_hosts_on(self, hosts: int) -> int | None:
-        """Copy, start, or watch until the log ends; the exit code, as of `run`, at the end.
-
-        Raises:
-          ValueError: the run failed, too many restarts, or the hosts are not reached.
-        """
-        try:
-            if not self._has_files:
-                self._copy(hosts)
-                self._has_files = True
-            if self._is_under_way:
-                return self._watch(hosts)
-            states = self._on_all("status", hosts)
-            if all(map(_is_under_way, states.values())):
-                log(f"the run is already under way on {hosts} hosts")
-                self._starts = max(self._starts, 1)
-            else:
-                if not self._is_new:
-                    self._count_start("not every host has a process")
-                self._start(states, hosts)
-            self._is_new, self._is_under_way, self._seen = False, True, 0
-            self._failures = 0
-        except UnreachedError as error:
-            self._failures += 1
-            if self._failures == _SSH_TRIES:
+                case "ready":
+                    hosts, before, has_ended = state.num_hosts, seen, False
+                    if not copied:
+                        _copy(tpu, job, hosts)
+                        copied = True
+                    if is_watched:
+                        has_ended, seen = tpu.follow_log(seen)
+                    # The last host may end some time after the first.
+                    states = _on_all(tpu, f"wait {_END_S}" if has_ended else "status", hosts)
+                    is_cut = seen > before and not has_ended  # there are more lines
+                    if is_watched and (is_cut or all(map(_is_under_way, states.values()))):
+                        time.sleep(tpu.poll_s)  # as the hosts do between two starts
+                    elif is_watched:
+                        if tpu.state().phase == "ready":  # not taken away meanwhile
+                            code = _end(tpu, job, states, cost)
+                            if code is not None:
+                                return code
+                            is_watched = False
+                    else:
+                        if all(map(_is_under_way, states.values())):
+                            log(f"the run is already under way on {hosts} hosts")
+                            starts = max(starts, 1)
+                        else:
+                            if not is_new:
+                                starts = count_start("not every host has a process")
+                            _start(tpu, states, hosts)
+                        is_new, is_watched, seen = False, True, 0
+                case _:
+                    time.sleep(tpu.poll_s)
+            failures = 0
+        except UnansweredError as error:
+            failures += 1
+            # A first question that fails shows a wrong project or no network, for which the user is
+            # still there. In a run of days one answer that stays away is nothing.
+            if not answered:
+                raise
+            if failures >= error.tries:
                 raise ValueError(
-                    f"{error}; if they stay away, `maxmars launch tpu-vm delete {self._tpu.where}`"
-                    f", and the same command then makes a new TPU with other hosts. {self._cost}"
+                    f"{error}. The same command tries again; {delete} ends the TPU, which costs "
+                    "until then, and has the next launch make a new one."
                 ) from error
             log(f"{error}; trying again")
-            time.sleep(self._tpu.poll_s)
+            time.sleep(tpu.poll_s)
+
+
+def _create(tpu: TpuOptions, *, is_first: bool) -> None:
+    """Create the TPU, if there is capacity."""
+    verb = "asking for" if tpu.queued else "creating"
+    count = "a" if tpu.num_slices == 1 else f"{tpu.num_slices} slices of"
+    log(f"{tpu.name}: {verb} {count} {'spot ' if tpu.spot else ''}{tpu.accelerator}")
+    done = run_program(tpu.create())
+    if done.returncode == 0 or "ALREADY_EXISTS" in done.stderr:
+        return
+    # A preempted TPU often finds no capacity for some minutes. Before the first start the user
+    # should hear of it.
+    short = any(word in done.stderr.lower() for word in _CAPACITY)
+    if not short or is_first:
+        hint = " --queued waits for capacity." if short and not tpu.queued else ""
+        raise ValueError(f"gcloud could not create {tpu.name}: {problem(done)}.{hint}")
+    log("there is no capacity")
+    time.sleep(tpu.poll_s)
+
+
+def _copy(tpu: TpuOptions, job: Job, hosts: int) -> None:
+    """Copy the source, host.sh and the environment to every host."""
+    with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
+        done = run_program(tpu.copy(_write_files(tpu, job, Path(folder))))
+    if done.returncode:
+        _on_all(tpu, "status", hosts)  # tells how many hosts fail, if some do
+        raise UnreachedError(f"scp fails ({problem(done)})")
+
+
+def _start(tpu: TpuOptions, states: Mapping[str, str], hosts: int) -> None:
+    """Have a process on every host, all started at once: they meet at the coordinator."""
+    if any(map(_is_under_way, states.values())):  # on some of them only
+        _on_all(tpu, "kill", hosts)
+    log(f"installing on {hosts} hosts")
+    installed = _on_all(tpu, "install", hosts, show=True)
+    failed = [host for host, state in installed.items() if state != "installed"]
+    if failed:
+        raise ValueError(f"could not install on {', '.join(sorted(failed))}: see above.")
+    log(f"starting on {hosts} hosts")
+    _on_all(tpu, "start", hosts)
+
+
+def _end(tpu: TpuOptions, job: Job, states: Mapping[str, str], cost: str) -> int | None:
+    """The exit code where the run has ended on all hosts; None where hosts have lost it, as by a
+    reboot.
+
+    Raises:
+      ValueError: the run failed.
+    """
+    different = set(states.values())
+    if different == {"exited 0"}:
+        if tpu.delete_when_done:
+            tpu.remove()
+        log(f"done: all steps; results are in {job.workdir}")
+        log(f"deleted the TPU {tpu.name}" if tpu.delete_when_done else cost)
+        return 0
+    if any(state.startswith("stopped") for state in different):
+        log(f"the run was stopped and saved; the same command continues. {cost}")
+        return _STOPPED
+    if not any(state.startswith("exited") for state in different - {"exited 0"}):
         return None
+    _on_all(tpu, "kill", len(states))  # the others would wait for the one that failed
+    listed = ", ".join(f"{host} {state}" for host, state in sorted(states.items()))
+    raise ValueError(
+        f"the run failed ({listed}); its log is above, each host's in {job.workdir}/logs. {cost}"
+    )
 
-    def _watch(self, hosts: int) -> int | None:
-        """Show the first host's log; the exit code when the run has ended on all hosts."""
-        seen = self._seen
-        ended, self._seen = self._tpu.follow_log(seen)
-        states = self._on_all(f"wait {_END_S}" if ended else "status", hosts)
-        self._failures = 0
-        is_cut = not ended and self._seen > seen  # there are more lines
-        if is_cut or all(map(_is_under_way, states.values())):
-            time.sleep(self._tpu.poll_s)  # as the hosts do between two starts
-            return None
-        if self._ask(self._tpu.state).phase != "ready":
-            return None
-        code = self._end(states, hosts)
-        self._is_under_way = False
-        return code
 
-    def _end(self, states: Mapping[str, str], hosts: int) -> int | None:
-        """The exit code, as of `run`, where the run has ended on all hosts; None where hosts have
-        lost it, as by a reboot.
+def _on_all(tpu: TpuOptions, words: str, hosts: int, *, show: bool = False) -> dict[str, str]:
+    """State of every host after a command of host.sh, whose output is shown or not.
 
-        Raises:
-          ValueError: the run failed.
-        """
-        different = set(states.values())
-        if different == {"exited 0"}:
-            log(f"done: all steps; results are in {self._job.workdir}")
-            if self._tpu.delete_when_done:
-                self._ask(self._tpu.remove)
-                log(f"deleted the TPU {self._tpu.name}")
-            else:
-                log(self._cost)
-            return 0
-        if any(state.startswith("stopped") for state in different):
-            log(f"the run was stopped and saved; the same command continues. {self._cost}")
-            return _STOPPED
-        if not any(state.startswith("exited") for state in different - {"exited 0"}):
-            return None
-        self._on_all("kill", hosts)  # the others would wait for the one that failed
-        listed = ", ".join(f"{host} {state}" for host, state in sorted(states.items()))
-        raise ValueError(
-            f"the run failed ({listed}); its log is above, each host's in "
-            f"{self._job.workdir}/logs. {self._cost}"
-        )
-
-    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """Ask gcloud, again and again where it has answered before."""
-        # A first question that fails shows a wrong project or no network, for which the user is
-        # still there. In a run of days one answer that stays away is nothing.
-        for tries_left in reversed(range(_ASK_TRIES if self._answered else 1)):
-            try:
-                answer = question()
-                self._answered = True
-                return answer
-            except UnansweredError as error:
-                if not tries_left:
-                    raise
-                log(f"{error}; asking again")
-                time.sleep(self._tpu.poll_s)
-        raise AssertionError("unreachable")
-
-    def _count_start(self, reason: str) -> None:
-        if self._starts > self._tpu.max_restarts:
+    Raises:
+      UnreachedError: not every host answers.
+      ValueError: nor will it.
+    """
+    done = run_program(tpu.ssh(words))
+    lines = done.stdout.splitlines()
+    states = _read_reports(lines)
+    if len(states) < hosts:
+        text = f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})"
+        if _NO_PERMISSION.search(done.stderr):
             raise ValueError(
-                f"{reason}, and --max-restarts {self._tpu.max_restarts} are used up; the same "
-                f"command continues the run. {self._cost}"
+                f"{text}. The TPU costs until `maxmars launch tpu-vm delete {tpu.where}`."
             )
-        if self._starts:
-            log(f"{reason}; restart {self._starts} of at most {self._tpu.max_restarts}")
-        self._starts += 1
-
-    def _create(self) -> None:
-        """Create the TPU, if there is capacity."""
-        tpu, is_first = self._tpu, not self._starts
-        self._count_start("the TPU is not there")
-        verb = "asking for" if tpu.queued else "creating"
-        count = "a" if tpu.num_slices == 1 else f"{tpu.num_slices} slices of"
-        log(f"{tpu.name}: {verb} {count} {'spot ' if tpu.spot else ''}{tpu.accelerator}")
-        done = run_program(tpu.create())
-        self._is_new = True
-        if done.returncode == 0 or "ALREADY_EXISTS" in done.stderr:
-            return
-        # A preempted TPU often finds no capacity for some minutes. Before the first start the user
-        # should hear of it.
-        short = any(word in done.stderr.lower() for word in _CAPACITY)
-        if not short or is_first:
-            hint = " --queued waits for capacity." if short and not tpu.queued else ""
-            raise ValueError(f"gcloud could not create {tpu.name}: {problem(done)}.{hint}")
-        log("there is no capacity")
-        time.sleep(tpu.poll_s)
-
-    def _copy(self, hosts: int) -> None:
-        """Copy the source, host.sh and the environment to every host."""
-        with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
-            done = run_program(self._tpu.copy(_write_files(self._tpu, self._job, Path(folder))))
-        if done.returncode:
-            self._on_all("status", hosts)  # tells how many hosts fail, if some do
-            raise UnreachedError(f"scp fails ({problem(done)})")
-
-    def _start(self, states: Mapping[str, str], hosts: int) -> None:
-        """Have a process on every host, all started at once: they meet at the coordinator."""
-        if any(map(_is_under_way, states.values())):  # on some of them only
-            self._on_all("kill", hosts)
-        log(f"installing on {hosts} hosts")
-        installed = self._on_all("install", hosts, show=True)
-        failed = [host for host, state in installed.items() if state != "installed"]
-        if failed:
-            raise ValueError(f"could not install on {', '.join(sorted(failed))}: see above.")
-        log(f"starting on {hosts} hosts")
-        self._on_all("start", hosts)
-
-    def _on_all(self, words: str, hosts: int, *, show: bool = False) -> dict[str, str]:
-        """State of every host after a command of host.sh, whose output is shown or not.
-
-        Raises:
-          UnreachedError: not every host answers.
-          ValueError: nor will it.
-        """
-        done = run_program(self._tpu.ssh(words))
-        lines = done.stdout.splitlines()
-        states = _read_reports(lines)
-        if len(states) < hosts:
-            lasting = _NO_PERMISSION.search(done.stderr)
-            if lasting or (_NO_ROUTE.search(done.stderr) and not self._has_files):
-                raise ValueError(
-                    f"the hosts of {self._tpu.name} cannot be reached from here: {problem(done)}. "
-                    f"{self._cost}"
-                )
-            raise UnreachedError(
-                f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})"
-            )
-        for line in lines if show else ():
-            if not _REPORT.search(line):
-                log(line)
-        return states
+        raise UnreachedError(text)
+    for line in lines if show else ():
+        if not _REPORT.search(line):
+            log(line)
+    return states
 
 
 def _is_under_way(state: str) -> bool:
     return state.startswith(("running", "restarting"))
 
 
-def _check_agent(tpu: TpuOptions) -> None:
-    """Check what gcloud checks before it connects to several hosts: then no TPU is created in vain.
-
-    Raises:
-      ValueError: an ssh-agent runs that has keys, and not gcloud's.
-    """
-    if (
-        tpu.slice.num_hosts == 1
-        or not os.environ.get("SSH_AUTH_SOCK")
-        or not shutil.which("ssh-add")
-    ):
-        return
-    key = Path.home() / _KEY
-    public = key.with_name(f"{key.name}.pub")
-    known = run_program(["ssh-add", "-L"])
-    words = public.read_text().split() if public.is_file() else []
-    if known.returncode == 0 and (len(words) < 2 or words[1] not in known.stdout):
-        raise ValueError(
-            f"the ssh-agent lacks gcloud's key {key}, which gcloud needs for several hosts; "
-            f"run `ssh-add {key}`, or launch without the agent: `env -u SSH_AUTH_SOCK maxmars ...`."
-        )
-
-
 def launch(options: TpuOptions, job: Job) -> int:
-    """Bring a run to its end, also one that is under way; the exit code as of `Launcher.run`, or
-    130 after Ctrl-C.
+    """Bring a run to its end, also one that is under way; its exit code, or 130 after Ctrl-C.
 
     Raises:
-      ValueError: the run failed, the TPU cannot be had, or too many restarts.
+      ValueError: see `bring_to_its_end`.
     """
     try:
-        return Launcher(options, job).run()
+        return bring_to_its_end(options, job)
     except KeyboardInterrupt:
         log(
             "\nno longer watching: the run goes on, but nothing restarts it after a preemption. "
