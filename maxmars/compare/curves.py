@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,9 @@ from maxmars.distributed.files import Workdir, read_json
 from maxmars.distributed.workdir import CONFIG
 from maxmars.train.metrics import own_metric, read_metrics
 
-VALIDATION_LOSS = "validation loss"
+VALIDATION_LOSS, TRAINING_LOSS = "eval/loss", "train/loss"
 BITS_PER_BYTE = "eval/bits_per_byte"
 
-TRAINING_LOSS = "train/loss"
 NORMS = {
     "train/grad_norm": "gradient norm",
     "train/update_norm": "update norm",
@@ -24,11 +24,12 @@ NORMS = {
 }
 LOGGED = {TRAINING_LOSS: "training loss", "train/learning_rate": "learning rate", **NORMS}
 """Metrics of steps that a report draws beside the validation losses, and how it calls them."""
+NAMES = {VALIDATION_LOSS: "validation loss", **LOGGED}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """The loss of one run."""
+    """The loss of one run, as a row of a comparison keeps it."""
 
     loss_of: str
     """`validation loss`, or `training loss` of a run that never evaluated."""
@@ -45,9 +46,31 @@ class Curve:
 Point = tuple[int, int, float]
 """Step, tokens trained on until then, and the value of a metric."""
 
-Logged = Mapping[str, Sequence[Point]]
-"""Metric -> points, steps increasing; the metrics of `LOGGED`, `NORMS` by component of the model,
-bits per byte, and evaluations of the user's own, as far as a run has them."""
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """What one run recorded."""
+
+    points: Mapping[str, Sequence[Point]]
+    """Metric -> points, steps increasing; the metrics of `NAMES`, `NORMS` by component of the
+    model, bits per byte, and evaluations of the user's own, as far as the run has them."""
+    step_time_s: float | None
+    """Median time of a step; None where too few steps were timed."""
+
+    @property
+    def loss(self) -> str:
+        """The metric that shows the run: the training loss where no more than its initial weights
+        were evaluated."""
+        return VALIDATION_LOSS if len(self.points.get(VALIDATION_LOSS, ())) > 1 else TRAINING_LOSS
+
+    @property
+    def curve(self) -> Curve | None:
+        """The points of `loss`; None where there are none yet."""
+        if self.loss not in self.points:
+            return None
+        steps, tokens, losses = zip(*self.points[self.loss], strict=True)
+        of, time_s = NAMES[self.loss], self.step_time_s
+        return Curve(loss_of=of, steps=steps, tokens=tokens, losses=losses, step_time_s=time_s)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +78,24 @@ class Line:
     """One line of a figure: a run, or the runs of several seeds."""
 
     name: str
-    curves: tuple[Curve, ...]
+    runs: tuple[Recorded, ...]
     """At least one. All have the same points, but some may end before others."""
-    logged: tuple[Logged, ...] = ()
-    """One a run, where it is known."""
 
     @property
-    def points(self) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens [points] and losses [curves, points], up to the end of the shortest curve."""
-        count = min(len(curve.tokens) for curve in self.curves)
-        losses = np.array([curve.losses[:count] for curve in self.curves])
-        return np.array(self.curves[0].tokens[:count]), losses
+    def loss(self) -> str:
+        """The metric that shows the runs, see `Recorded.loss`."""
+        return self.runs[0].loss
+
+    def points(self, metric: str) -> list[np.ndarray]:
+        """Steps, tokens and values [3, points] of each run that has a metric."""
+        return [np.array(run.points[metric], float).T for run in self.runs if metric in run.points]
+
+    def mean(self, metric: str) -> np.ndarray:
+        """The same of the mean over the runs, at the steps that all of them reached."""
+        runs = self.points(metric)
+        steps = functools.reduce(np.intersect1d, [run[0] for run in runs])
+        runs = [run[:, np.isin(run[0], steps)] for run in runs]
+        return np.array([*runs[0][:2], np.mean([values for *_, values in runs], axis=0)])
 
     @property
     def seconds_per_step(self) -> float | None:
@@ -74,23 +104,16 @@ class Line:
         Steps times this are the time axis of a figure: compiling, evaluations and interruptions
         are left out, so that other work of the machine does not bend the curve.
         """
-        times = [curve.step_time_s for curve in self.curves if curve.step_time_s]
+        times = [run.step_time_s for run in self.runs if run.step_time_s]
         return float(np.median(times)) if times else None
 
 
 def shown_names(lines: Sequence[Line]) -> dict[str, str]:
     """How tables and figures show the names of lines: that of a single seed says so where others
     are means of several."""
-    is_mixed = any(line.curves[1:] for line in lines)
-    alone = {line.name for line in lines if is_mixed and not line.curves[1:]}
+    is_mixed = any(line.runs[1:] for line in lines)
+    alone = {line.name for line in lines if is_mixed and not line.runs[1:]}
     return {line.name: f"{line.name}{' (1 seed)' * (line.name in alone)}" for line in lines}
-
-
-def fixed_tokens_per_step(lines: Sequence[Line]) -> float | None:
-    """Tokens of a step, where they are the same in all steps of all runs; else None."""
-    curves = [curve for line in lines for curve in line.curves]
-    per_step = {t / s for c in curves for s, t in zip(c.steps, c.tokens, strict=True) if s}
-    return per_step.pop() if len(per_step) == 1 else None
 
 
 def read_run(workdir: Workdir, name: str) -> Line:
@@ -108,40 +131,23 @@ def read_run(workdir: Workdir, name: str) -> Line:
             f"{workdir} holds no run, as it has no sound config.json. Name working directories of "
             "`maxmars train`, or of `maxmars compare` on a disk."
         )
-    curve, logged = read_curve(workdir, config), read_logged(workdir, config)
-    return Line(name=name, curves=(curve,), logged=(logged,))
-
-
-def read_curve(workdir: Workdir, config: TrainConfig) -> Curve:
-    """The curve of a run from its `metrics.jsonl`.
-
-    Raises:
-      ValueError: it has no losses yet.
-    """
-    curve = _curve(read_metrics(workdir), config)
-    if curve is None:
+    run = read_recorded(workdir, config)
+    if run.curve is None:
         raise ValueError(f"the run in {workdir} has no losses yet; train it first.")
-    return curve
+    return Line(name=name, runs=(run,))
 
 
-def _curve(rows: Sequence[dict[str, Any]], config: TrainConfig) -> Curve | None:
-    for key, name in (("eval/loss", VALIDATION_LOSS), (TRAINING_LOSS, "training loss")):
-        points = _points(rows, key, config)
-        # A run that only evaluated its initial weights is better shown by its training loss.
-        if len(points) > 1 or (points and key == TRAINING_LOSS):
-            steps, tokens, losses = zip(*points, strict=True)
-            time = median_step_time(rows)
-            return Curve(loss_of=name, steps=steps, tokens=tokens, losses=losses, step_time_s=time)
-    return None
-
-
-def read_logged(workdir: Workdir, config: TrainConfig) -> Logged:
-    """What is drawn beside the curve of a run from its `metrics.jsonl`, if it is there."""
+def read_recorded(workdir: Workdir, config: TrainConfig) -> Recorded:
+    """What a run recorded in its `metrics.jsonl`, if that is there."""
     rows = read_metrics(workdir)
     keys = sorted({key for row in rows for key in row})
     more = [key for key in keys if key.rpartition("/")[0] in NORMS or own_metric(key)]
-    points = {key: _points(rows, key, config) for key in (*LOGGED, BITS_PER_BYTE, *more)}
-    return {key: of_key for key, of_key in points.items() if of_key}
+    points = {key: _points(rows, key, config) for key in (*NAMES, BITS_PER_BYTE, *more)}
+    times = [row["perf/step_time"] for row in rows if "perf/step_time" in row]
+    return Recorded(
+        points={key: of_key for key, of_key in points.items() if of_key},
+        step_time_s=float(np.median(times)) if times else None,
+    )
 
 
 def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
@@ -149,13 +155,9 @@ def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
     return {
         metric: f"{name}, {metric.removeprefix(f'{norm}/')}"
         for norm, name in NORMS.items()
-        for metric in _metrics(lines)
+        for metric in sorted({name for line in lines for run in line.runs for name in run.points})
         if metric.startswith(f"{norm}/")
     }
-
-
-def _metrics(lines: Sequence[Line]) -> list[str]:
-    return sorted({name for line in lines for logged in line.logged for name in logged})
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str, config: TrainConfig) -> list[Point]:
@@ -173,9 +175,3 @@ def _points(rows: Sequence[dict[str, Any]], key: str, config: TrainConfig) -> li
         if key in row
     }
     return [points[step] for step in sorted(points)]
-
-
-def median_step_time(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Median of the step times in these lines of metrics, in seconds; None if they have none."""
-    times = [row["perf/step_time"] for row in rows if "perf/step_time" in row]
-    return float(np.median(times)) if times else None

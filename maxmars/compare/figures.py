@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from maxmars.compare.curves import TRAINING_LOSS, Line, fixed_tokens_per_step, shown_names
+from maxmars.compare.curves import TRAINING_LOSS, VALIDATION_LOSS, Line, shown_names
 from maxmars.compare.grids import Number
 from maxmars.compare.statistics import CONFIDENCE, Interval
 from maxmars.compare.summary import Tried
@@ -87,77 +87,46 @@ class _Series:
     """Drawn thick."""
 
 
-def draw_losses(lines: Sequence[Line], path: Path, *, against: str, note: str = "") -> bool:
-    """Draw the losses of every run, and their mean over the seeds.
+def draw_lines(
+    lines: Sequence[Line],
+    path: Path,
+    metrics: Mapping[str, str],
+    *,
+    against: str = "tokens",
+    columns: int = 1,
+    note: str = "",
+) -> bool:
+    """Draw losses, rates or norms of every run, and their mean over the seeds, a panel a metric.
 
     Args:
       lines: one for each contender or run.
       path: of the figure; its directory is made.
+      metrics: metric -> how it is called; those that no line has get no panel.
       against: `tokens`, or `time`, which leaves out lines without timed steps.
+      columns: panels beside each other.
       note: what the figure is of, above it.
 
     Returns:
       Whether there was anything to draw.
     """
-    drawn, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
-    for line in lines:
-        seconds = line.seconds_per_step
-        if against == "time" and seconds is None:
-            continue
-        runs = [
-            (np.array(c.tokens) if against == "tokens" else np.array(c.steps) * seconds, c.losses)
-            for c in line.curves
-        ]
-        tokens, losses = line.points
-        mean = runs[0][0][: len(tokens)], losses.mean(axis=0)
-        runs = [(x, np.array(values)) for x, values in runs]
-        number, name = numbers[line.name], shown[line.name]
-        drawn.append(_Series(number=number, name=name, runs=runs, mean=mean))
-    if not drawn:
-        return False
-    names = {curve.loss_of for line in lines for curve in line.curves}
-    batch = fixed_tokens_per_step(lines)
-    with _figure(path, note=note) as (axes,):
-        _draw(axes, drawn)
-        axes.set_ylabel(f"{names.pop() if len(names) == 1 else 'loss'}, nats a token")
-        _label_positions(axes, against)
-        if against == "tokens" and batch is not None:
-            by_step = (lambda tokens: tokens / batch, lambda steps: steps * batch)
-            _label_positions(axes.secondary_xaxis("top", functions=by_step), "steps")
-    return True
-
-
-def draw_norms(
-    lines: Sequence[Line],
-    path: Path,
-    metrics: Mapping[str, str],
-    *,
-    columns: int = 2,
-    note: str = "",
-) -> bool:
-    """Draw norms, and what else every run logged of its steps, against tokens, a panel a metric.
-
-    Args:
-      lines: one for each contender or run.
-      metrics: metric -> how it is called; those that no line has get no panel.
-      columns: panels beside each other.
-
-    Result and errors are those of `draw_losses`.
-    """
-    panels = {metric: drawn for metric in metrics if (drawn := _logged_series(lines, metric))}
+    timed = [line for line in lines if against == "tokens" or line.seconds_per_step is not None]
+    panels = {name: drawn for name in metrics if (drawn := _series(lines, timed, name, against))}
     if not panels:
         return False
     with _figure(path, len(panels), columns, note=note) as all_axes:
         for axes, (metric, drawn) in zip(all_axes, panels.items(), strict=True):
-            # Rates begin and end at 0, so of them the peaks count.
-            spread = [y.max() if metric == "train/learning_rate" else y for _, y in _runs(drawn)]
-            spread = np.hstack(spread)
-            spread = spread[np.isfinite(spread) & (spread > 0)]
-            are_losses = metric == TRAINING_LOSS
-            is_log = not are_losses and spread.size > 0 and spread.max() > 5 * spread.min()
-            _draw(axes, drawn, is_log=bool(is_log), are_losses=are_losses)
-            axes.set_title(metrics[metric], parse_math=False)
-            _label_positions(axes, "tokens")
+            _draw(axes, drawn, metric)
+            _label_positions(axes, against)
+            if columns > 1:
+                axes.set_title(metrics[metric], parse_math=False)
+                continue
+            axes.set_ylabel(f"{metrics[metric]}, nats a token")
+            points = np.hstack([each for line in timed for each in line.points(metric)])
+            batches = {tokens / step for step, tokens, _ in points.T if step}
+            if against == "tokens" and len(batches) == 1:  # of all steps of all runs
+                scale = functools.partial(np.multiply, batches.pop())
+                by_step = (functools.partial(np.multiply, 1 / scale(1.0)), scale)
+                _label_positions(axes.secondary_xaxis("top", functions=by_step), "steps")
     return True
 
 
@@ -173,7 +142,7 @@ def draw_tuning(
       settings: of each contender, by their values.
       field: its name.
 
-    Result and errors are those of `draw_losses`; there is nothing to draw where no contender has
+    Result and errors are those of `draw_lines`; there is nothing to draw where no contender has
     two values of the field.
     """
     every = [loss for tried in settings.values() for one in tried for loss in one.losses]
@@ -253,7 +222,7 @@ def draw_speed_ups(
       points: contender -> (parameters of the model, speed-up), increasing in size.
       baseline: the contender whose speed-up is 1.
 
-    Result and errors are those of `draw_losses`.
+    Result and errors are those of `draw_lines`.
     """
     numbers, points = _numbers(points), {name: gains for name, gains in points.items() if gains}
     if not points:
@@ -282,27 +251,24 @@ def _runs(drawn: Sequence[_Series]) -> list[tuple[np.ndarray, np.ndarray]]:
     return [run for series in drawn for run in series.runs]
 
 
-def _logged_series(lines: Sequence[Line], metric: str) -> list[_Series]:
-    drawn, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
-    for line in lines:
-        runs = [np.array(logged[metric], float).T for logged in line.logged if metric in logged]
-        if not runs:
+def _series(
+    lines: Sequence[Line], drawn: Sequence[Line], metric: str, against: str
+) -> list[_Series]:
+    """What is drawn of a metric; how lines look follows from all of them."""
+    series, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
+    for line in drawn:
+        if not (runs := line.points(metric)):
             continue
-        # The mean is over those steps that all seeds reached.
-        steps = functools.reduce(np.intersect1d, [step for step, _, _ in runs])
-        means = np.mean([v[np.isin(s, steps)] for s, _, v in runs], axis=0)
+        pairs = [
+            (tokens if against == "tokens" else steps * line.seconds_per_step, values)
+            for steps, tokens, values in (*runs, line.mean(metric))
+        ]
+        x, means = pairs.pop()
         if metric == TRAINING_LOSS or metric.startswith("train/grad_norm"):
             means = _smooth(means)
-        step, tokens, _ = runs[0]
-        drawn.append(
-            _Series(
-                number=numbers[line.name],
-                name=shown[line.name],
-                runs=[(tokens, values) for _, tokens, values in runs],
-                mean=(tokens[np.isin(step, steps)], means),
-            )
-        )
-    return drawn
+        number, name = numbers[line.name], shown[line.name]
+        series.append(_Series(number=number, name=name, runs=pairs, mean=(x, means)))
+    return series
 
 
 def _smooth(values: np.ndarray) -> np.ndarray:
@@ -333,14 +299,14 @@ def _label_log(axis: Axis, subs: tuple[float, ...]) -> None:
     axis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _draw(
-    axes: Axes,
-    drawn: Sequence[_Series],
-    *,
-    is_log: bool = False,
-    are_losses: bool = True,
-) -> None:
-    limits = _limits(drawn, are_losses=are_losses, is_log=is_log)
+def _draw(axes: Axes, drawn: Sequence[_Series], metric: str) -> None:
+    is_loss = metric in (VALIDATION_LOSS, TRAINING_LOSS)
+    # Rates begin and end at 0, so of them the peaks count.
+    spread = [y.max() if metric == "train/learning_rate" else y for _, y in _runs(drawn)]
+    spread = np.hstack(spread)
+    spread = spread[np.isfinite(spread) & (spread > 0)]
+    is_log = bool(not is_loss and spread.size and spread.max() > 5 * spread.min())
+    limits = _limits(drawn, are_losses=is_loss, is_log=is_log)
     if is_log:
         is_wide = limits is not None and limits[1] > 1e3 * limits[0]
         axes.set_yscale("log", nonpositive="mask")

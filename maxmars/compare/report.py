@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from maxmars.compare.curves import Line
+from maxmars.compare.curves import Line, Recorded
 from maxmars.compare.figures import draw_speed_ups, draw_tuning, why_no_figures
 from maxmars.compare.grids import LEARNING_RATE
 from maxmars.compare.run_report import (
     Figures,
     Format,
-    Recorded,
     curves_csv,
     line_figures,
     print_where,
@@ -29,7 +28,7 @@ from maxmars.compare.summary import (
     MARK_MEANS,
     Outcome,
     Summary,
-    training_losses,
+    recorded,
 )
 from maxmars.compare.tables import (
     NONE,
@@ -116,20 +115,20 @@ def _all_figures(summaries: Summaries, figures: Figures) -> Iterator[str]:
         yield from _comparison_figures(summary, own)
 
 
-def _recorded(summaries: Summaries) -> Iterator[Recorded]:
-    """What every run of comparisons recorded."""
+def _recorded(summaries: Summaries) -> Iterator[tuple[Mapping[str, str], Recorded]]:
+    """What every run of comparisons recorded, and what tells it from the others."""
     for where, summary in summaries.items():
         for outcome in summary.outcomes:
             best = outcome.best
-            logged = {} if best is None else dict(zip(best.losses, best.line.logged, strict=True))
+            lines = {} if best is None else dict(zip(best.losses, best.line.runs, strict=True))
             for row in outcome.rows:
-                trial = row.trial
+                trial, own = row.trial, recorded(row, outcome.contender)
                 is_best = best is not None and trial.setting == best.setting
                 labels = {"comparison": where, "contender": trial.contender}
                 labels |= {"setting": describe_setting(trial.setting), "seed": str(trial.seed)}
                 labels |= {"best": str(is_best)}
-                own = training_losses(row, outcome.contender)
-                yield labels, row.curve, logged[trial.seed] if is_best else own
+                points = lines[trial.seed].points if is_best else own.points
+                yield labels, Recorded(points=points, step_time_s=row.step_time_s)
 
 
 def _table(

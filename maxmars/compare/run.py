@@ -22,7 +22,7 @@ import numpy as np
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.journal import Began, Rewound, Saved, read_journal, session_starts
 from maxmars.checkpoint.lock import FileLock, is_owned
-from maxmars.compare.curves import median_step_time, read_curve
+from maxmars.compare.curves import TRAINING_LOSS, read_recorded
 from maxmars.compare.report import write_report
 from maxmars.compare.search import Search, next_trials
 from maxmars.compare.summary import Summary, summarize
@@ -49,7 +49,6 @@ from maxmars.model.parameters import Parameters
 from maxmars.plan.collectives import collectives
 from maxmars.train import compile_cache, train
 from maxmars.train.auto import choose_precision
-from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer
 from maxmars.train.reporter import DivergedError
 from maxmars.train.resolve import resolve_config
@@ -277,33 +276,32 @@ def run_trial(
       start: see `find_start`.
       process: see `train`.
     """
-    loss, diverged, curve, began = math.inf, None, None, time.monotonic()
+    loss, diverged, began = math.inf, None, time.monotonic()
     try:
         if not train(config, directory, process=process, quiet=True).done:
             return None
     except DivergedError as error:
         diverged = error.reason
-    with contextlib.suppress(ValueError):  # it diverged before its first evaluation
-        curve = read_curve(directory, config)
+    run = read_recorded(directory, config)
+    curve = run.curve  # None where it diverged before its first evaluation
     if diverged is None:
         assert curve is not None, "every run evaluates"
         loss, lowest = curve.losses[-1], min(curve.losses)
         if not loss <= lowest + RISE:  # also where the loss is not a number
             diverged = f"the validation loss ended at {loss:.4g}, but had been {lowest:.4g}."
             loss = math.inf
-    rows = read_metrics(directory)
     lines = read_journal(directory)
     states = [line.digest for line in lines if isinstance(line, Began | Saved | Rewound)]
     return Row(
         trial=trial,
         loss=loss,
         diverged=diverged,
-        step_time_s=median_step_time(rows),
+        step_time_s=run.step_time_s,
         seconds=time.monotonic() - began,
         initial_weights=start[0],
         tokens=start[1],
         curve=curve,
-        train_losses=tuple((r["step"], float(r["train/loss"])) for r in rows if "train/loss" in r),
+        train_losses=tuple((step, loss) for step, _, loss in run.points.get(TRAINING_LOSS, ())),
         final_state=states[-1] if states and diverged is None else None,
         environment=read_json(directory / ENVIRONMENT) or {},
         data=next((began.data for began in reversed(session_starts(lines))), None),

@@ -14,15 +14,15 @@ from maxmars.checkpoint.journal import read_journal
 from maxmars.compare.curves import (
     BITS_PER_BYTE,
     LOGGED,
+    NAMES,
     TRAINING_LOSS,
     VALIDATION_LOSS,
-    Curve,
     Line,
-    Logged,
+    Recorded,
     norms_by_component,
     shown_names,
 )
-from maxmars.compare.figures import draw_losses, draw_norms, why_no_figures
+from maxmars.compare.figures import draw_lines, why_no_figures
 from maxmars.compare.tables import (
     NONE,
     csv_table,
@@ -36,9 +36,6 @@ from maxmars.distributed.files import Workdir, read_text, write_text
 from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
 Format = Literal["png", "pdf", "svg"]
-
-Recorded = tuple[Mapping[str, str], Curve | None, Logged]
-"""What tells a run from others, its curve and what it logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +96,9 @@ def write_run_report(
     blocks += ["## Figures", *([why_none] if why_none else line_figures(lines, figures, ""))]
     blocks.append("`curves.csv` has all of it by step, and evaluations by functions of one's own.")
     recorded = (
-        ({"run": line.name, "number": str(number)}, curve, logged)
+        ({"run": line.name, "number": str(number)}, run)
         for line in lines
-        for number, (curve, logged) in enumerate(zip(line.curves, line.logged, strict=False), 1)
+        for number, run in enumerate(line.runs, 1)
     )
     write_text(out / "curves.csv", curves_csv(recorded))
     write_markdown(out, blocks)
@@ -145,11 +142,13 @@ def print_where(out: Path) -> None:
 
 def line_figures(lines: Sequence[Line], figures: Figures, what: str) -> Iterator[str]:
     """Figures of losses, rates and norms."""
-    several = any(line.curves[1:] for line in lines)
+    several = any(line.runs[1:] for line in lines)
     thin = " Thin: each seed; thick: their mean." if several else ""
     # Losses are compared with losses of the same kind.
-    validated = [line for line in lines if line.curves[0].loss_of == VALIDATION_LOSS] or lines
-    never = _names([line for line in lines if line not in validated])
+    losses = {line.loss for line in lines}
+    loss = VALIDATION_LOSS if VALIDATION_LOSS in losses else TRAINING_LOSS
+    validated = [line for line in lines if line.loss == loss]
+    never = _names([line for line in lines if line.loss != loss])
     never = f" Without evaluations, so not drawn: {never}." if never else ""
     untimed = _names([line for line in validated if line.seconds_per_step is None])
     untimed = f" Not drawn, as no step was timed: {untimed}." if untimed else ""
@@ -158,14 +157,14 @@ def line_figures(lines: Sequence[Line], figures: Figures, what: str) -> Iterator
         ("time", f" against their number of steps times its median time.{thin}{never}{untimed}"),
     ):
         path = figures.path(f"loss_{against}")
-        if validated and draw_losses(validated, path, against=against, note=figures.note):
-            loss_of = validated[0].curves[0].loss_of.capitalize()
-            yield figures.image(path.stem, f"{loss_of}{what}{ending}")
+        drawn = {loss: NAMES[loss]}
+        if draw_lines(validated, path, drawn, against=against, note=figures.note):
+            yield figures.image(path.stem, f"{NAMES[loss].capitalize()}{what}{ending}")
     for name, metrics, columns, text in (
         ("norms", LOGGED, 2, "Training losses, learning rates and norms"),
         ("norms_by_component", norms_by_component(lines), 4, "Norms by component of the model"),
     ):
-        if draw_norms(lines, figures.path(name), metrics, columns=columns, note=figures.note):
+        if draw_lines(lines, figures.path(name), metrics, columns=columns, note=figures.note):
             ending = (
                 "Thin: every run as it was logged; thick: a mean over seeds and, of losses and "
             )
@@ -186,24 +185,18 @@ def _run_table(lines: Sequence[Line]) -> tuple[Sequence[str], Sequence[Sequence[
     """`_RUN_COLUMNS`, and a row for each line; without bits per byte where no run has them."""
     rows, shown = [], shown_names(lines)
     for line in lines:
-        tokens, losses = line.points
-        means, curve = losses.mean(axis=0), line.curves[0]
-        final = lowest = NONE
-        if curve.loss_of == VALIDATION_LOSS:
+        _, tokens, means = line.mean(line.loss)
+        final = lowest = training = bits = step = NONE
+        if line.loss == VALIDATION_LOSS:
             final, lowest = f"{means[-1]:.4f}", f"{np.fmin.reduce(means):.4f}"
-        step = NONE if curve.step_time_s is None else f"{1000 * curve.step_time_s:.1f}"
-        logged = {
-            metric: [run[metric] for run in line.logged if metric in run]
-            for metric in (TRAINING_LOSS, BITS_PER_BYTE)
-        }
-        late = [
-            float(np.mean([loss for *_, loss in points[-max(1, len(points) // 20) :]]))
-            for points in logged[TRAINING_LOSS]
-        ]
-        training = f"{np.mean(late):.4f}" if late else NONE
-        last = [points[-1][-1] for points in logged[BITS_PER_BYTE]]
-        bits = f"{np.mean(last):.4f}" if last else NONE
-        rows.append((shown[line.name], f"{tokens[-1]:,}", training, final, lowest, step, bits))
+        if line.runs[0].step_time_s is not None:
+            step = f"{1000 * line.runs[0].step_time_s:.1f}"
+        if losses := [values for *_, values in line.points(TRAINING_LOSS)]:
+            late = [float(np.mean(each[-max(1, len(each) // 20) :])) for each in losses]
+            training = f"{np.mean(late):.4f}"
+        if last := [values[-1] for *_, values in line.points(BITS_PER_BYTE)]:
+            bits = f"{np.mean(last):.4f}"
+        rows.append((shown[line.name], f"{tokens[-1]:,.0f}", training, final, lowest, step, bits))
     if all(bits == NONE for *_, bits in rows):
         return _RUN_COLUMNS[:-1], [row[:-1] for row in rows]
     return _RUN_COLUMNS, rows
@@ -221,17 +214,18 @@ def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
     return markdown_table(("share of the time", *shares_of), rows)
 
 
-def curves_csv(runs: Iterable[Recorded]) -> str:
-    """What runs recorded, a line for each of their steps, with the metrics' own names."""
+def curves_csv(runs: Iterable[tuple[Mapping[str, str], Recorded]]) -> str:
+    """What runs recorded, a line for each of their steps, with the metrics' own names.
+
+    Args:
+      runs: what tells a run from others, and the run.
+    """
     rows: list[dict[str, Any]] = []
-    for labels, curve, logged in runs:
-        series = dict(logged)
-        if curve is not None and curve.loss_of == VALIDATION_LOSS:
-            series["eval/loss"] = list(zip(curve.steps, curve.tokens, curve.losses, strict=True))
+    for labels, run in runs:
         by_step: dict[int, dict[str, Any]] = {}
-        for metric, points in series.items():
+        for metric, points in run.points.items():
             for step, tokens, value in points:
-                seconds = step * curve.step_time_s if curve and curve.step_time_s else None
+                seconds = step * run.step_time_s if run.step_time_s else None
                 start = {**labels, "step": step, "tokens": tokens, "seconds": seconds}
                 by_step.setdefault(step, start)[metric] = value
         rows += [by_step[step] for step in sorted(by_step)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -12,11 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from maxmars.compare.curves import TRAINING_LOSS, Line, Logged, read_logged
-from maxmars.compare.grids import Number, value_of
-from maxmars.compare.search import (
-    Search,
+from maxmars.compare.curves import (
+    NAMES,
+    TRAINING_LOSS,
+    VALIDATION_LOSS,
+    Line,
+    Recorded,
+    read_recorded,
 )
+from maxmars.compare.grids import Number, value_of
+from maxmars.compare.search import Search
 from maxmars.compare.statistics import (
     Interval,
     PairedTest,
@@ -237,10 +241,12 @@ def _best(
     if search.best is None:
         return None
     ours = search.rows_at(search.best)
-    # One step time for all seeds, so that their curves have the same times as well.
-    curves = [dataclasses.replace(r.curve, step_time_s=step_time_s) for r in ours if r.curve]
-    logged = tuple(_logged(row, contender, workdir) for row in ours)
-    line = Line(name=contender.name, curves=tuple(curves), logged=logged)
+    runs = []
+    for row in ours:  # what is in the row, and the rest where the run's metrics are still there
+        read = read_recorded(row.trial.directory(workdir), contender.config)
+        points = {**read.points, **recorded(row, contender).points}
+        runs.append(Recorded(points=points, step_time_s=step_time_s))  # the same for all seeds
+    line = Line(name=contender.name, runs=tuple(runs))
     gain = test = needed = None
     if baselines and contender.name != baselines[0].trial.contender:
         theirs = {r.trial.seed: r.loss for r in baselines}
@@ -287,14 +293,12 @@ def _speed_up(ours: Sequence[Row], baselines: Sequence[Row]) -> Interval | None:
     return Interval(mean=math.exp(log_mean.mean), low=low, high=high)
 
 
-def training_losses(row: Row, contender: Contender) -> Logged:
-    """The training losses of a row; all steps of a trial have the tokens that its config says."""
+def recorded(row: Row, contender: Contender) -> Recorded:
+    """The losses of a row; all steps of a trial have the tokens that its config says."""
     tokens_per_step = contender.config.tokens_per_step
-    points = [(step, step * tokens_per_step, loss) for step, loss in row.train_losses]
-    return {TRAINING_LOSS: points} if points else {}
-
-
-def _logged(row: Row, contender: Contender, workdir: Path) -> Logged:
-    """What a trial logged: its training losses, and the rest where its metrics are still there."""
-    read = read_logged(row.trial.directory(workdir), contender.config)
-    return {**read, **training_losses(row, contender)}
+    points = {TRAINING_LOSS: [(s, s * tokens_per_step, loss) for s, loss in row.train_losses]}
+    if row.curve is not None and row.curve.loss_of == NAMES[VALIDATION_LOSS]:
+        curve = row.curve
+        points[VALIDATION_LOSS] = list(zip(curve.steps, curve.tokens, curve.losses, strict=True))
+    points = {metric: of_metric for metric, of_metric in points.items() if of_metric}
+    return Recorded(points=points, step_time_s=row.step_time_s)

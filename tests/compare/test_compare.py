@@ -85,7 +85,7 @@ def test_what_is_reported(compared):
     assert lion.cost["optimizer_state_bytes"] < adamw.cost["optimizer_state_bytes"]
     assert lion.cost["collective_bytes"] > 0
     assert lion.step_time_s > 0
-    assert lion.best.line.curves[0].tokens == (0, 4 * 256)
+    assert [p[1] for p in lion.best.line.runs[0].points["eval/loss"]] == [0, 4 * 256]
     page = (compared / "report.md").read_text()
     assert page.count("](figures/") == 5
     assert summary.digests[0][1][:12] in page

@@ -12,10 +12,9 @@ from tiny import began_at, tiny_config
 
 from maxmars import cli
 from maxmars.checkpoint.journal import Ended, PrefixHash
-from maxmars.compare.curves import Curve, Line, norms_by_component, read_run
+from maxmars.compare.curves import Line, Recorded, norms_by_component, read_run
 from maxmars.compare.figures import (
-    draw_losses,
-    draw_norms,
+    draw_lines,
     draw_speed_ups,
     draw_tuning,
 )
@@ -38,18 +37,16 @@ def write_run(path, losses, key="eval/loss", **changes):
 
 
 def line(name, losses, step_time_s=0.1, **series):
-    curve = Curve(
-        loss_of="validation loss",
-        steps=tuple(range(len(losses))),
-        tokens=tuple(range(0, 100 * len(losses), 100)),
-        losses=tuple(losses),
-        step_time_s=step_time_s,
-    )
-    logged = {
+    points = {"eval/loss": [(step, 100 * step, loss) for step, loss in enumerate(losses)]}
+    points |= {
         f"train/{key}": [(step, 100 * step, value) for step, value in enumerate(values, 1)]
         for key, values in series.items()
     }
-    return Line(name=name, curves=(curve,), logged=(logged,))
+    return Line(name=name, runs=(Recorded(points=points, step_time_s=step_time_s),))
+
+
+def draw_losses(lines, path, **options):
+    return draw_lines(lines, path, {"eval/loss": "validation loss"}, **options)
 
 
 def tried(value, *losses, on_slice=True):
@@ -58,22 +55,22 @@ def tried(value, *losses, on_slice=True):
 
 def test_the_curve_of_a_run(tmp_path):
     run = read_run(write_run(tmp_path / "one", [5.0, 4.0, 3.0]), "one")
-    (curve,) = run.curves
+    curve = run.runs[0].curve
     assert curve.tokens == (0, 10 * 256, 20 * 256)
     assert (curve.losses, curve.loss_of) == ((5.0, 4.0, 3.0), "validation loss")
     assert curve.step_time_s == run.seconds_per_step == 0.2
     run = read_run(write_run(tmp_path / "two", [5.0, "NaN"], key="train/loss"), "two")
-    (curve,) = run.curves
+    curve = run.runs[0].curve
     assert (curve.losses[0], curve.loss_of) == (5.0, "training loss")
     assert math.isnan(curve.losses[1])
-    assert run.logged[0]["train/loss"][0] == (0, 0, 5.0)
+    assert run.runs[0].points["train/loss"][0] == (0, 0, 5.0)
 
 
 def test_seeds_are_drawn_as_far_as_all_of_them_go():
-    first, second = line("a", [3.0, 2.0]).curves[0], line("a", [4.0, 3.0, 2.0]).curves[0]
-    tokens, losses = Line(name="a", curves=(second, first)).points
+    runs = (*line("a", [3.0, 2.0]).runs, *line("a", [4.0, 3.0, 2.0]).runs)
+    _, tokens, losses = Line(name="a", runs=runs).mean("eval/loss")
     assert tokens.tolist() == [0, 100]
-    assert losses.tolist() == [[4.0, 3.0], [3.0, 2.0]]
+    assert losses.tolist() == [3.5, 2.5]
 
 
 @pytest.mark.seconds
@@ -87,7 +84,7 @@ def test_figures_are_pictures_and_the_same_figure_is_the_same_file(tmp_path):
     gains = {"a": [(10**6, Interval(mean=1.5, low=1.2, high=1.8))], "b": []}
     for against in ("tokens", "time"):
         assert draw_losses(lines, tmp_path / f"{against}.png", against=against)
-    assert draw_norms(lines, tmp_path / "norms.png", norms)
+    assert draw_lines(lines, tmp_path / "norms.png", norms, columns=2)
     assert draw_tuning({"a": rates}, tmp_path / "rates.png", "learning_rate")
     assert draw_tuning({"a": decays}, tmp_path / "b1.png", "b1")
     decays = [tried(0, 2.0), tried(0.1, 1.9)]
@@ -123,7 +120,7 @@ def test_norms_of_sound_runs_stay_in_the_figure(tmp_path):
     """Some optimizers let parameters grow more than others do."""
     ends = {"a": 38.0, "b": 38.5, "c": 70.0, "d": 9e9}
     lines = [line(name, [5.0, 3.0], param_norm=[37.0, end]) for name, end in ends.items()]
-    draw_norms(lines, tmp_path / "x.svg", {"train/param_norm": "norm"})
+    draw_lines(lines, tmp_path / "x.svg", {"train/param_norm": "norm"}, columns=2)
     ticks = [float(t) for t in re.findall(r"<!-- ([\d.]+) -->", (tmp_path / "x.svg").read_text())]
     assert 60 < max(ticks) < 1e5
 
@@ -139,7 +136,7 @@ def test_a_figure_of_runs_without_evaluations_on_the_way_shows_their_whole_range
 def test_what_there_is_nothing_to_draw_of(tmp_path):
     untimed = line("b", [5.0, 3.1], step_time_s=None)
     assert not draw_losses([untimed], tmp_path / "none.png", against="time")
-    assert not draw_norms([untimed], tmp_path / "none.png", {"train/grad_norm": "norm"})
+    assert not draw_lines([untimed], tmp_path / "none.png", {"train/grad_norm": "norm"})
     diverged = {"a": [tried(2e-3, math.inf), tried(4e-3)]}
     assert not draw_tuning(diverged, tmp_path / "none.png", "learning_rate")
     assert list(tmp_path.iterdir()) == []
@@ -163,7 +160,7 @@ def labels_in(path):
 
 def test_a_line_of_one_seed_says_so_beside_means_of_several(tmp_path):
     one, two, three = (line(name, [3.0, 2.0]) for name in "abc")
-    seeds = Line(name="many", curves=(*two.curves, *three.curves))
+    seeds = Line(name="many", runs=(*two.runs, *three.runs))
     draw_losses([one, seeds], tmp_path / "x.svg", against="tokens")
     assert {"a (1 seed)", "many"} <= set(labels_in(tmp_path / "x.svg"))
     draw_losses([one, two], tmp_path / "y.svg", against="tokens")
