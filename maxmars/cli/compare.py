@@ -109,10 +109,11 @@ def run(argv: list[str]) -> int:
         from maxmars.compare.figures import why_no_figures
         from maxmars.compare.report import print_plan, print_report
         from maxmars.compare.run import compare
-        from maxmars.compare.trials import read_rows
+        from maxmars.compare.trials import check_continues, read_rows
         from maxmars.distributed import processes
         from maxmars.distributed.exits import EXIT_CODE
 
+    check_continues(comparison, workdir)
     print_plan(comparison, read_rows(comparison, workdir))
     if why_none := why_no_figures():
         print(why_none)

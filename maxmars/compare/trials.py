@@ -247,25 +247,39 @@ def with_kept_code(config: Part, workdir: Path) -> Part:
     )
 
 
+def check_continues(comparison: Comparison, workdir: Path) -> dict[str, TrainConfig]:
+    """Check that a comparison can begin in `workdir`, or continue the one that it holds.
+
+    Returns:
+      The configs that it holds, by contender.
+
+    Raises:
+      ValueError: it holds a comparison of another version, or a contender of the same name with
+        another config or code.
+    """
+    stored = _configs_in(_read_fields(workdir))
+    for contender in comparison.contenders:
+        earlier = stored.get(contender.name, contender.config)
+        rows = [r for r in _differences(contender.config, earlier) if r[1] != "auto"]  # not yet set
+        if rows:
+            listed = ", ".join(f"{name} ({old} there, {new} here)" for name, new, old in rows)
+            raise ValueError(
+                f"{workdir} holds another comparison: its {contender.name} differs in {listed}. "
+                "Continue it with its own values, or choose another --workdir."
+            )
+    return stored
+
+
 def open_comparison(comparison: Comparison, workdir: Path) -> None:
     """Begin a comparison in `workdir`, or continue the one that it holds; writes `compare.json`.
 
     Contenders that it had before keep their configs.
 
     Raises:
-      ValueError: `workdir` holds a comparison of another version, or a contender of the same name
-        with another config or code.
+      ValueError: see `check_continues`.
       FileNotFoundError: a Python file that a config names is gone.
     """
-    stored = _configs_in(_read_fields(workdir))
-    for contender in comparison.contenders:
-        earlier = stored.get(contender.name, contender.config)
-        if rows := _differences(contender.config, earlier):
-            listed = ", ".join(f"{name} ({old} there, {new} here)" for name, new, old in rows)
-            raise ValueError(
-                f"{workdir} holds another comparison: its {contender.name} differs in {listed}. "
-                "Continue it with its own values, or choose another --workdir."
-            )
+    stored = check_continues(comparison, workdir)
     configs = stored | {c.name: c.config for c in comparison.contenders}
     fields = {
         "format": _FORMAT,

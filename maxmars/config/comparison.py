@@ -58,10 +58,12 @@ class ComparisonConfig(SearchConfig):
                 _NAME.fullmatch(name) is not None,
                 f"the contender {name!r} names a directory: write letters, digits, . _ and -.",
             )
-        for name in [*self.grids, *filter(None, [self.baseline])]:
+        named = [("grids", name) for name in self.grids]
+        named += [("baseline", self.baseline)] if self.baseline is not None else []
+        for where, name in named:
             require(
                 name in self.contenders,
-                f"{name!r} is none of the contenders {', '.join(self.contenders)}.",
+                f"{where}: {name!r} is none of the contenders {', '.join(self.contenders)}.",
             )
         require(
             self.confirm <= self.seeds,

@@ -214,8 +214,9 @@ def _chosen(
             written = f"{name}={word}"
             shown = ", ".join(f"{n}={'|'.join(words) or 'TEXT'}" for n, words in choices.items())
             raise UsageError(
-                f"CONFIG {path}:{text}: {written!r} is not a choice{did_you_mean(written, known)}; "
-                f"the choices are {shown or 'none'}, each at most once."
+                f"CONFIG {path}{':' if text else ''}{text}: {written!r} is not a choice"
+                f"{did_you_mean(written, known)}; the choices are {shown or 'none'}, each "
+                "at most once."
             )
         chosen[name] = value
     for name, parameter in inspect.signature(get_config).parameters.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import json
 import re
 import shlex
 import subprocess
@@ -367,11 +368,6 @@ exec python3 {shlex.join(job.python_arguments())}{ranks}
 """
 
 
-def describe(options: GkeOptions, job: Job) -> str:
-    """The JobSet as YAML; its pods wait for a ConfigMap, which only a real launch creates."""
-    return _to_yaml(jobset(options, job))
-
-
 # What PyYAML writes without quotes, and kubectl's parser takes for a number or a truth value.
 _NO_TEXT_IN_GO = re.compile(r"[-+]?\.?\d|[yYnN]$")
 
@@ -389,7 +385,9 @@ def _represent_string(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
 _Dumper.add_representer(str, _represent_string)
 
 
-def _to_yaml(manifest: dict[str, Any]) -> str:
+def describe(options: GkeOptions, job: Job) -> str:
+    """The JobSet as YAML; its pods wait for a ConfigMap, which only a real launch creates."""
+    manifest = jobset(options, job)
     return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=1000)
 
 
@@ -456,8 +454,8 @@ def _create(
     # Only the user can read the file, no command line shows a secret, and unlike `kubectl apply`
     # this leaves no copy in an annotation.
     with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
-        path = Path(folder) / f"{kind.lower()}.yaml"
+        path = Path(folder) / f"{kind.lower()}.json"
         path.touch(mode=0o600)
-        path.write_text(_to_yaml(manifest))
+        path.write_text(json.dumps(manifest))
         run_or_fail(["kubectl", "create", f"--filename={path}"])
     log(f"created {kind} {name}{f' ({note})' if note else ''}")

@@ -65,7 +65,7 @@ REFUSED = [
     (["compare", TINY, "quickstart", *TO], 2, "--optimizers A B"),
     (["compare", TINY, *TO, "--optimizers"], 2, "--optimizers"),
     (["compare", TINY, *TO, "--optimizers", SOPHIA, f"/{SOPHIA}"], 2, "'sophia.sophia'"),
-    (["compare", TINY, *TO, *OPTIMIZERS, "--baseline", "muon"], 2, "'muon'"),
+    (["compare", TINY, *TO, *OPTIMIZERS, "--baseline", "muon"], 2, "baseline: 'muon'"),
     (["compare", "quickstart", *TO, "--learning-rates", "fast"], 2, "fast"),
     (["compare", "quickstart", *TO, "--learning-rates", "1e-3", "0"], 2, "learning_rate=0"),
     (["compare", "quickstart", *TO, "--tune", "b1", "--learning-rates", "1"], 2, "learning_rate"),
@@ -78,6 +78,7 @@ REFUSED = [
     ([*START, "{more}", "--tune", "learning_rate"], 2, "b1 too"),
     # What cannot be continued.
     ([*CONTINUE, "{kept}", "--gradient-clip-norm", "0.5"], 1, "gradient_clip_norm (1.0 there, 0.5"),
+    ([*CONTINUE, "{kept}", "--num-steps", "8", "--dry-run"], 1, "num_steps (4 there, 8 here"),
     ([*CONTINUE, "{old}"], 1, "format 1"),
     ([*CONTINUE, "{before}"], 1, "format 5"),
     ([*CONTINUE, "{damaged}"], 1, "{damaged}/compare.json"),

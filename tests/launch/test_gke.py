@@ -193,15 +193,15 @@ def test_what_is_created(cloud, capsys, monkeypatch):
     calls = (cloud / "calls").read_text()
     assert [line.split()[0] for line in calls.splitlines()] == ["get", "delete", *["create"] * 3]
     assert "hush" not in output + calls
-    secret = cloud / "secret.yaml"
-    assert yaml.safe_load(secret.read_text())["stringData"] == {"WANDB_API_KEY": "it's: $hush"}
+    secret = cloud / "secret.json"
+    assert json.loads(secret.read_text())["stringData"] == {"WANDB_API_KEY": "it's: $hush"}
     assert secret.stat().st_mode & 0o077 == 0
-    packed = yaml.safe_load((cloud / "configmap.yaml").read_text())
+    packed = json.loads((cloud / "configmap.json").read_text())
     assert packed["metadata"] == {"name": "run1-source", "namespace": "team"}
     archive = base64.b64decode(packed["binaryData"]["source.tar.gz"])
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         assert {"tests/launch/large_batch.py", "launch-constraints.txt"} <= set(tar.getnames())
-    jobset = yaml.safe_load((cloud / "jobset.yaml").read_text())
+    jobset = json.loads((cloud / "jobset.json").read_text())
     _, _, container = pod_of(jobset)
     assert container["envFrom"] == [{"secretRef": {"name": "run1-environment"}}]
     assert "hush" not in json.dumps(jobset)
@@ -239,19 +239,14 @@ def test_a_jobset_that_is_there(cloud, capsys):
     assert "ERROR: forbidden" in capsys.readouterr().err
 
 
-def started(*values):
-    """A case that writes the checkout as YAML, which takes seconds."""
-    return pytest.param(*values, marks=pytest.mark.seconds)
-
-
 @pytest.mark.parametrize(
     ("modes", "options", "code"),
     [
-        started('["ReadWriteOnce","ReadWriteMany"]', "", 0),
+        ('["ReadWriteOnce","ReadWriteMany"]', "", 0),
         ('["ReadWriteOnce"]', "", 1),
-        started('["ReadWriteOnce"]', "--topology v6e:2x4", 0),  # one pod
+        ('["ReadWriteOnce"]', "--topology v6e:2x4", 0),  # one pod
         ('["ReadOnlyMany"]', "", 1),
-        started('["ReadOnlyMany"]', "--workdir gs://bucket/run1", 0),
+        ('["ReadOnlyMany"]', "--workdir gs://bucket/run1", 0),
         (None, "--topology v6e:2x4", 1),  # there is no such claim
     ],
 )
