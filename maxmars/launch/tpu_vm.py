@@ -440,7 +440,7 @@ def bring_to_its_end(tpu: TpuOptions, job: Job) -> int:
     failures = 0  # of gcloud and ssh, one after another
     seen = 0  # lines of the first host's log
     shown, answered = "", False
-    copied = is_new = is_watched = False
+    copied = is_new = is_watched = is_done = False
 
     def count_start(reason: str) -> int:
         if starts > tpu.max_restarts:
@@ -454,6 +454,10 @@ def bring_to_its_end(tpu: TpuOptions, job: Job) -> int:
 
     while True:
         try:
+            if is_done:  # before a look, after which a TPU that is gone would be created anew
+                tpu.remove()
+                log(f"deleted the TPU {tpu.name}")
+                return 0
             state = tpu.state()
             answered = True
             if state.text != shown:
@@ -487,7 +491,8 @@ def bring_to_its_end(tpu: TpuOptions, job: Job) -> int:
                     elif is_watched:
                         if tpu.state().phase == "ready":  # not taken away meanwhile
                             code = _end(tpu, job, states, cost)
-                            if code is not None:
+                            is_done = code == 0 and tpu.delete_when_done
+                            if code is not None and not is_done:
                                 return code
                             is_watched = False
                     else:
@@ -566,10 +571,9 @@ def _end(tpu: TpuOptions, job: Job, states: Mapping[str, str], cost: str) -> int
     """
     different = set(states.values())
     if different == {"exited 0"}:
-        if tpu.delete_when_done:
-            tpu.remove()
         log(f"done: all steps; results are in {job.workdir}")
-        log(f"deleted the TPU {tpu.name}" if tpu.delete_when_done else cost)
+        if not tpu.delete_when_done:
+            log(cost)
         return 0
     if any(state.startswith("stopped") for state in different):
         log(f"the run was stopped and saved; the same command continues. {cost}")

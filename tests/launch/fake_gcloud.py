@@ -7,7 +7,8 @@ follows a log breaks; `hosts` their number in each slice; `nodes` the names of t
 slices, and a file of such a name the states of that one; `calls` every command line; `ssh_error`
 what ssh says when it fails; `unreachable` numbers of hosts that ssh does not reach, of this TPU;
 `describe_error` what every `describe` fails with; `outages` a list, of which each `describe` and
-`delete` takes the first entry and fails with it, unless it is empty.
+`delete` takes the first entry and fails with it, unless it is empty; `lost_answer` what one
+`delete` fails with that deletes all the same.
 As with gcloud, IAP is known to `alpha` alone, and a queued resource of several slices names no
 `nodeId` at first.
 """
@@ -181,6 +182,9 @@ def main():
         create(thing, options, names)
     elif verb == "delete":
         delete(thing)
+        if lost := read("lost_answer"):
+            (CLOUD / "lost_answer").unlink()
+            fail(lost)
     elif verb == "ssh":
         ssh(options)
     elif verb == "scp":

@@ -137,6 +137,14 @@ def test_gcloud_that_fails_for_a_while_is_asked_again(cloud, capsys):
     assert len(cloud.read("outages")) == 70
 
 
+@pytest.mark.seconds
+def test_a_deletion_whose_answer_is_lost_creates_nothing(cloud, capsys):
+    cloud.write("lost_answer", "UNAVAILABLE: The connection was reset.")
+    assert launch(*START, "--delete-when-done") == 0
+    assert "connection was reset" in capsys.readouterr().out
+    assert (cloud.count(" create "), cloud.read("node")) == (1, None)
+
+
 DENIED = "PERMISSION_DENIED: Permission 'tpu.nodes.update' denied"
 NO_ROUTE = "connect to host 10.0.0.2 port 22: No route to host"
 NO_PROJECT = "The required property [project] is not set: it can be set by the attribute [project]"
