@@ -57,17 +57,6 @@ _ACCELERATORS = {
     "b200": "nvidia-b200",
 }
 
-# The extra `cuda` is CUDA 13. With an older driver JAX would train on the CPU, at the same price.
-_CHECK_DRIVER = """\
-export PATH="$PATH:/usr/local/nvidia/bin"
-if driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader --id=0)" &&
-  ((${driver%%.*} < 580)); then
-  echo "maxmars: error: the nodes have NVIDIA's driver $driver, and CUDA 13 needs 580 or newer;" \\
-    "take a newer GKE version, or gpu-driver-version=latest for the node pool"
-  exit 1
-fi
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class JobSet:
@@ -346,7 +335,6 @@ def _container_script(options: GkeOptions, job: Job) -> str:
         if options.slice.num_hosts > 1:
             coordinator = f"{job.name}-{_REPLICATED_JOB}-0-0.{job.name}:{_PORT}"
             ranks = f' --coordinator {coordinator}{ranks} --process-id "$JOB_COMPLETION_INDEX"'
-    driver = "" if options.has_tpu else _CHECK_DRIVER
     install = f"""\
 installed=0
 for pause in 0 15 30 60 120; do  # the index may not answer at once
@@ -357,10 +345,10 @@ done
 ((installed)) || exit 1  # new pods would meet it again
 """
     if not options.install:
-        driver, install = "", "# no pip: the image has the packages\n"
+        install = "# no pip: the image has the packages\n"
     return f"""\
 set -euo pipefail
-{driver}mkdir -p /maxmars
+mkdir -p /maxmars
 tar -xzf /maxmars-source/source.tar.gz -C /maxmars
 cd /maxmars
 {install}{setup}

@@ -135,17 +135,6 @@ def test_gpus_of_two_nodes_need_a_patch_and_are_told_who_they_are(capsys, tmp_pa
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h200-141gb"}
 
 
-def test_a_driver_that_is_too_old_for_cuda_ends_the_run(capsys, tmp_path):
-    _, _, container = pod_of(manifest(capsys, *START, "--topology", "h100:8"))
-    program(tmp_path / "nvidia-smi", "#!/bin/sh\necho 550.90.07\n")
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    script = container["command"][2].replace("$$(", "$(")
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True)
-    assert done.returncode == 1  # which fails the JobSet
-    assert "550.90.07" in done.stdout
-    assert done.stderr == ""
-
-
 def test_options_that_change_the_pods(capsys):
     options = ["--claim", "tokens:/data", "b:/b", "--service-account", "ksa"]
     options += ["--spot", "--no-install", "--image", "mine:1"]
