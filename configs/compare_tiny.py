@@ -2,6 +2,7 @@
 
     maxmars compare compare_tiny --optimizers adamw mars mars_shampoo muon --workdir DIR
     maxmars compare compare_tiny:size=1M --workdir DIR      # the six of get_comparison
+    maxmars compare compare_tiny:table=whole_matrices --workdir DIR       # another six
     maxmars compare compare_tiny:data=TOKENS --optimizers adamw my_optim.py:make --workdir DIR
 
 Size 0.3M has 0.35M parameters, and takes 1,024 steps of 1,024 tokens a run; 1M has 0.99M, and takes
@@ -21,6 +22,7 @@ from maxmars.config import (
     LionConfig,
     LogConfig,
     MarsConfig,
+    MomentumKernelConfig,
     MuonConfig,
     NAdamWConfig,
     OptaxConfig,
@@ -31,6 +33,7 @@ from maxmars.config import (
     Source,
     TokenShardsConfig,
     TrainConfig,
+    WeightUpdateConfig,
 )
 from maxmars.data.formats import vocab_size_of
 
@@ -41,15 +44,21 @@ Optimizer = Literal[
     "soap",
     "muon",
     "normuon",
+    "muonh",
+    "muon_two_ema",
     "mars",
     "mars_exact",
     "mars_lion",
     "mars_shampoo",
     "mars_m",
+    "mars_m_h",
 ]
 
 
 Size = Literal["0.3M", "1M"]
+Table = Literal["six", "whole_matrices"]
+NUM_STEPS: dict[Size, int] = {"0.3M": 1024, "1M": 2048}
+HYPERBALL = WeightUpdateConfig(hyperball=True)
 
 
 def get_config(
@@ -60,7 +69,8 @@ def get_config(
     if data:
         vocab_size = vocab_size_of(data)
         source = TokenShardsConfig(path=data)
-    num_steps, num_layers, embed_dim = {"0.3M": (1024, 2, 112), "1M": (2048, 3, 160)}[size]
+    num_steps = NUM_STEPS[size]
+    num_layers, embed_dim = {"0.3M": (2, 112), "1M": (3, 160)}[size]
     return TrainConfig(
         name=f"compare-tiny-{name}" if size == "0.3M" else f"compare-{size}-{name}",
         num_steps=num_steps,
@@ -76,7 +86,7 @@ def get_config(
             compute_dtype="float32",  # faster than bfloat16 on a CPU
             scan_unroll=num_layers,
         ),
-        optimizer=get_optimizer(optimizer),
+        optimizer=get_optimizer(optimizer, size),
         schedule=ScheduleConfig(warmup_steps=num_steps // 20),
         data=source,
         eval=EvalConfig(every=num_steps // 16, num_windows=256, batch_size=64),
@@ -85,24 +95,36 @@ def get_config(
     )
 
 
-def get_comparison(size: Size = "0.3M", data: str = "") -> ComparisonConfig:
-    """The comparison of the results page; at 0.3M hours of two cores."""
-    names = ("adamw", "nadamw", "mars", "mars_m", "muon", "soap")
-    decays = dict.fromkeys(names, ("b2",)) | {
-        "mars_m": ("vector_b2",),
-        "muon": ("momentum", "vector_b2"),
+def get_comparison(size: Size = "0.3M", data: str = "", table: Table = "six") -> ComparisonConfig:
+    """The comparisons of the results page; at 0.3M hours of two cores each."""
+    fields: dict[Optimizer, tuple[str, ...]] = {  # beside the rate
+        "adamw": ("weight_decay", "b1", "b2"),
+        "nadamw": ("weight_decay", "b1", "b2"),
+        "mars": ("weight_decay", "b1", "b2"),
+        "mars_m": ("weight_decay", "b1", "vector_b2"),
+        "muon": ("weight_decay", "momentum", "vector_b2"),
+        "soap": ("weight_decay", "b1", "b2"),
     }
+    if table == "whole_matrices":  # of which hyperball leaves nothing to decay
+        fields = {
+            "mars_m": fields["mars_m"],
+            "mars_m_h": ("b1", "vector_b2"),
+            "muon": fields["muon"],
+            "muonh": ("momentum", "vector_b2"),
+            "normuon": fields["muon"],
+            "muon_two_ema": ("weight_decay", "vector_b2"),
+        }
     return ComparisonConfig(
-        contenders={name: get_config(name, size, data) for name in names},
-        tune=("learning_rate", "weight_decay", "b1"),
-        grids={name: dict.fromkeys(fields, ()) for name, fields in decays.items()},
+        contenders={name: get_config(name, size, data) for name in fields},
+        tune=("learning_rate",),
+        grids={name: dict.fromkeys(tuned, ()) for name, tuned in fields.items()},
         budget=112,
         confirm=3,
         seeds=5,
     )
 
 
-def get_optimizer(optimizer: Optimizer | Source) -> OptimizerConfig:
+def get_optimizer(optimizer: Optimizer | Source, size: Size) -> OptimizerConfig:
     match optimizer:
         case Source():
             return OptaxConfig(make=optimizer, learning_rate=2e-3)
@@ -118,6 +140,11 @@ def get_optimizer(optimizer: Optimizer | Source) -> OptimizerConfig:
             return MuonConfig(learning_rate=2e-2)
         case "normuon":
             return MuonConfig(learning_rate=2e-2, row_normalization=0.95)
+        case "muonh":
+            return MuonConfig(learning_rate=2e-2, weight_update=HYPERBALL)
+        case "muon_two_ema":  # the record switches after as large a part of its steps
+            kernel = MomentumKernelConfig(preset="two_ema", switch_step=NUM_STEPS[size] * 4 // 13)
+            return MuonConfig(learning_rate=2e-2, momentum_kernel=kernel)
         case "mars":
             return MarsConfig(learning_rate=2e-3)
         case "mars_exact":
@@ -128,11 +155,12 @@ def get_optimizer(optimizer: Optimizer | Source) -> OptimizerConfig:
             return MarsConfig(
                 learning_rate=2e-2, variant="shampoo", vector_learning_rate_scale=0.15
             )
-        case "mars_m":
+        case "mars_m" | "mars_m_h":
             return MarsConfig(
                 learning_rate=1e-2,
                 variant="m",
                 weight_decay=0.1,
                 decay_embeddings=True,
                 vector_learning_rate_scale=1.0,
+                weight_update=HYPERBALL if optimizer == "mars_m_h" else WeightUpdateConfig(),
             )
