@@ -39,7 +39,8 @@ def print_help(arguments: Any, argv: Sequence[str], *, prog: str, about: str) ->
     """
     groups = _groups_of(arguments)
     start = next(index for index, word in enumerate(argv) if word in HELP)
-    if group := " ".join(argv[start + 1 :]):
+    group = next(iter(argv[start + 1 :]), "")
+    if group and not group.startswith("-"):
         if group not in groups:
             known = ", ".join(groups) or "none"
             raise UsageError(f"`{prog} --help {group}`: the groups of options are {known}.")
