@@ -170,10 +170,10 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
     say_size(options.name, machines.hosts, machines.chips, machines.kind, options.price)
     if options.dry_run:
         print(platform.describe(options, job), end="")  # alone, as for `> run.yaml`
+        values = f" and the values of {', '.join(environment)}" if environment else ""
         remark(
-            f"dry run: nothing was started. What is printed lacks the {checkout.size}"
-            f"{''.join(f', {name}' for name in environment)}: the same command without --dry-run "
-            "brings all to the hosts."
+            f"dry run: nothing was started. What is printed lacks the {checkout.size}{values}; the "
+            "same command without --dry-run brings all to the hosts."
         )
         return 0
     return platform.launch(options, job) or 0
