@@ -102,8 +102,7 @@ class ScaleBySoapState(NamedTuple):
     count: jax.Array
     """Number of updates, the first included, int32."""
     mu: Tree
-    """First moment m, in the eigenbases; the parameters' shapes. Of a momentum kernel its own
-    state, which is not in the eigenbases."""
+    """First moment m, in the eigenbases; the parameters' shapes; None with a momentum kernel."""
     nu: Tree
     """Second moment v, in the eigenbases; the parameters' shapes and dtypes."""
     row_gram: Tree
@@ -114,6 +113,8 @@ class ScaleBySoapState(NamedTuple):
     """Q_L, eigenvectors in columns."""
     col_basis: Tree
     """Q_R, eigenvectors in columns."""
+    kernel: Any = None
+    """State of the momentum kernel, whose EMAs are not in the eigenbases."""
 
 
 class MatrixState(NamedTuple):
@@ -193,12 +194,11 @@ def scale_by_soap(
             leaves, treedef = jax.tree.flatten(params)
             chosen = list(map(sides, leaves, jax.tree.leaves(specs)))
             states = list(map(zeros, leaves, _layouts(params, specs, mesh, chosen)))
-            state = _joined(jnp.zeros([], jnp.int32), states, treedef)
-            return (
-                state
-                if momentum_kernel is None
-                else state._replace(mu=momentum_kernel.init(params))
-            )
+            if momentum_kernel is None:
+                return _joined(jnp.zeros([], jnp.int32), states, treedef)
+            states = [own._replace(mu=None) for own in states]
+            kernel = momentum_kernel.init(params)
+            return _joined(jnp.zeros([], jnp.int32), states, treedef, kernel)
 
         def update_fn(
             updates: Tree, state: Any, params: Tree = None
@@ -206,11 +206,10 @@ def scale_by_soap(
             leaves, treedef = jax.tree.flatten(updates)
             kernel, momenta = None, [None] * len(leaves)
             if momentum_kernel is not None:  # linear, so that it may come before the bases
-                momentum, after = momentum_kernel.update(updates, state.mu, params)
+                momentum, after = momentum_kernel.update(updates, state.kernel, params)
                 momenta = jax.tree.leaves(momentum)
                 keep = functools.partial(jnp.where, state.count == 0)  # the first step has no m
-                kernel = jax.tree.map(keep, state.mu, after)
-                state = state._replace(mu=jax.tree.map(lambda _: None, updates))
+                kernel = jax.tree.map(keep, state.kernel, after)
             states = _by_parameter(state, treedef)
             layouts = _layouts(updates, specs, mesh, [own.sides for own in states])
             results = [
@@ -221,8 +220,7 @@ def scale_by_soap(
             ]
             directions = jax.tree.unflatten(treedef, [direction for direction, _ in results])
             count = jnp.asarray(optax.safe_increment(state.count))
-            new = _joined(count, [own for _, own in results], treedef)
-            return directions, new if kernel is None else new._replace(mu=kernel)
+            return directions, _joined(count, [own for _, own in results], treedef, kernel)
 
         return in_float32(optax.GradientTransformation(init_fn, update_fn))
 
@@ -334,15 +332,15 @@ def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> A
         if not is_soap(x):
             return None
         treedef = jax.tree.structure(x.nu)
-        is_kernel = jax.tree.structure(x.mu) != treedef
-        kernel, x = x.mu, x._replace(mu=x.nu)
         sides = [own.sides for own in _by_parameter(x, treedef)]
         layouts = _layouts(x.nu, resolve_specs(matrix_specs, x.nu), mesh, sides)
         stacks = [MatrixState(*layout.state if layout else [None] * 6) for layout in layouts]
+        if x.kernel is not None:
+            stacks = [own._replace(mu=None) for own in stacks]
         of = jax.tree.map(
             lambda stack: NamedSharding(mesh, stack.partition), _joined(None, stacks, treedef)
         )
-        return of._replace(mu=jax.tree.map(lambda _: None, kernel)) if is_kernel else of
+        return of._replace(kernel=jax.tree.map(lambda _: None, x.kernel))
 
     return jax.tree.map(shardings, opt_state, is_leaf=is_soap)
 
@@ -358,14 +356,17 @@ def _after_first(weight_decay: ScalarOrSchedule) -> optax.Schedule:
 
 
 def _by_parameter(state: ScaleBySoapState, treedef: Any) -> list[MatrixState]:
-    trees = [treedef.flatten_up_to(tree) for tree in state[1:]]
+    trees = [treedef.flatten_up_to(tree) for tree in state[1:7]]
     return [MatrixState(*arrays) for arrays in zip(*trees, strict=True)]
 
 
-def _joined(count: Any, states: list[MatrixState], treedef: Any) -> ScaleBySoapState:
+def _joined(
+    count: Any, states: list[MatrixState], treedef: Any, kernel: Any = None
+) -> ScaleBySoapState:
     """The inverse of `_by_parameter`."""
     fields = list(zip(*states, strict=True)) or [()] * 6
-    return ScaleBySoapState(count, *(jax.tree.unflatten(treedef, field) for field in fields))
+    trees = (jax.tree.unflatten(treedef, field) for field in fields)
+    return ScaleBySoapState(count, *trees)._replace(kernel=kernel)
 
 
 # --- one step of a stack of matrices: Adam in the eigenbases of their Gram matrices --------------

@@ -245,7 +245,7 @@ def soap_travelling_bytes(opt_state: Any) -> int:
         return x.sharding.shard_shape(x.shape)
 
     def travelling(nu: Any, *others: Any) -> int:
-        grams = [x for x in others[:2] if x is not None]
+        grams = [x for x in others[1:3] if x is not None]
         if not grams:
             return 0
         stack, kept = (x[:-2] for x in (grams[0].shape, shard_shape(grams[0])))
@@ -257,14 +257,9 @@ def soap_travelling_bytes(opt_state: Any) -> int:
         return bytes_on_chip((nu, *others)) if pieces else 0
 
     states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_soap) if is_soap(x)]
-    total = 0
-    for state in states:
-        # A momentum kernel's state stays in its place; what it makes travels as gradients do.
-        own = jax.tree.structure(state.mu) == jax.tree.structure(state.nu)
-        trees = (*state[2:], state.mu) if own else state[2:]
-        sizes = jax.tree.map(travelling, *trees, is_leaf=lambda x: x is None)
-        total += sum(jax.tree.leaves(sizes))
-    return total
+    # A momentum kernel's state stays in its place; what it makes travels as gradients do.
+    sizes = [jax.tree.map(travelling, state.nu, state.mu, *state[3:7]) for state in states]
+    return sum(jax.tree.leaves(sizes))
 
 
 # FLOPs of a traced program.
