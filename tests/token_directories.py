@@ -6,6 +6,7 @@ import tempfile
 
 import numpy as np
 import pytest
+from etils import epath
 
 from maxmars.data.metadata import Metadata, Shard, Split, write_metadata
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer
@@ -40,7 +41,7 @@ def write_shards(
         splits=splits,
         source="a test",
     )
-    write_metadata(directory, metadata)
+    write_metadata(epath.Path(directory), metadata)
     return metadata
 
 

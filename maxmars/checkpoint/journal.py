@@ -27,8 +27,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from etils import epath
+
 from maxmars.config import TrainConfig, differences, from_dict
-from maxmars.distributed.files import Workdir, read_json_lines
+from maxmars.distributed.files import read_json_lines
 from maxmars.distributed.workdir import JOURNAL
 
 
@@ -174,12 +176,13 @@ def below(above: Line | None, line: Line, seconds: Mapping[str, float]) -> Line:
     )
 
 
-def read_journal(workdir: Workdir) -> list[Line]:
+def read_journal(workdir: epath.PathLike) -> list[Line]:
     """The lines of `<workdir>/journal.jsonl`; none if there is no file.
 
     Raises:
       ValueError: a session was steered by options of `train`, as before there was `rewound`.
     """
+    workdir = epath.Path(workdir)
     lines = _read(workdir)
     for line in session_starts(lines):
         if json.loads(line.text).get("order"):
@@ -193,24 +196,24 @@ def read_journal(workdir: Workdir) -> list[Line]:
     return lines
 
 
-def _read(workdir: Workdir) -> list[Line]:
+def _read(workdir: epath.Path) -> list[Line]:
     return read_json_lines(workdir / JOURNAL, parse=line_of)
 
 
-def untold(workdir: Workdir, meta: Mapping[str, Any]) -> str | None:
-    """What a checkpoint says of itself, in its `meta`, and the journal does not: the name of a
-    field. None if they agree, or the line whose hash the checkpoint holds is not there."""
+def mismatched_field(workdir: epath.Path, meta: Mapping[str, Any]) -> str | None:
+    """The first field in which a checkpoint's `meta` differs from the journal; None if they agree,
+    or the line whose hash the checkpoint holds is not there."""
     lines = {line.hash: line for line in _read(workdir)}
     saved = began = lines.get(meta.get("journal") or "")
     while began is not None and not isinstance(began, Began):
         began = lines.get(began.before or "")  # which was above it when it was written
-    told: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     if began is not None:
-        told |= {"data_digest": began.data, "config": began.config}
+        recorded |= {"data_digest": began.data, "config": began.config}
     if isinstance(saved, Saved):
-        told |= {"data_position": saved.position, "step": saved.step}
-        told |= {"digest": saved.digest, "tokens": saved.tokens}
-    return next((name for name in told if told[name] != meta[name]), None)
+        recorded |= {"data_position": saved.position, "step": saved.step}
+        recorded |= {"digest": saved.digest, "tokens": saved.tokens}
+    return next((name for name in recorded if recorded[name] != meta[name]), None)
 
 
 # --- what follows from the lines ------------------------------------------------------------------

@@ -14,7 +14,6 @@ import gc
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -27,7 +26,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from maxmars.checkpoint.digest import combine, digest, from_plain, leaf_types, to_plain
-from maxmars.checkpoint.journal import untold
+from maxmars.checkpoint.journal import mismatched_field
 from maxmars.config import TrainConfig, from_dict
 from maxmars.distributed import files, processes
 from maxmars.distributed.workdir import CHECKPOINTS, JOURNAL
@@ -35,7 +34,6 @@ from maxmars.distributed.workdir import CHECKPOINTS, JOURNAL
 FORMAT_VERSION = 3
 """Of what a checkpoint says of itself; others are refused."""
 
-Directory = str | os.PathLike[str]
 Result = TypeVar("Result")
 Skipped = tuple[tuple[int, str], ...]
 """(step, reason) of the newer checkpoints that could not be used."""
@@ -65,8 +63,8 @@ class DamagedError(Exception):
 class Checkpoint:
     """What a checkpoint says of itself."""
 
-    path: Any
-    """`epath.Path` of its directory."""
+    path: epath.Path
+    """Its directory."""
     step: int
     """Optimizer steps that led to the state."""
     data_position: int
@@ -105,7 +103,7 @@ class Loaded:
     skipped: Skipped
 
 
-def read(directory: Directory, step: int | None = None) -> Checkpoint:
+def read(directory: epath.PathLike, step: int | None = None) -> Checkpoint:
     """What the newest readable checkpoint says of itself, or the one of `step`, without its arrays.
 
     Raises:
@@ -114,7 +112,7 @@ def read(directory: Directory, step: int | None = None) -> Checkpoint:
     return first_sound(directory, lambda checkpoint, skipped: checkpoint, step)
 
 
-def load(directory: Directory, abstract: Any, step: int | None = None) -> Loaded:
+def load(directory: epath.PathLike, abstract: Any, step: int | None = None) -> Loaded:
     """Load arrays of the newest checkpoint in which they agree with their digests, or of `step`.
 
     Every process of a run calls, and each gets the result or an error. For the arguments and errors
@@ -129,7 +127,7 @@ def load(directory: Directory, abstract: Any, step: int | None = None) -> Loaded
 
 
 def first_sound(
-    directory: Directory, use: Callable[[Checkpoint, Skipped], Result], step: int | None = None
+    directory: epath.PathLike, use: Callable[[Checkpoint, Skipped], Result], step: int | None = None
 ) -> Result:
     """What `use` returns for the newest checkpoint of a run in which it finds no damage.
 
@@ -147,7 +145,7 @@ def first_sound(
       ValueError: every one is damaged, or another version of maxmars wrote one.
       OSError: the network or the store has failed.
     """
-    root = resolve(directory)
+    root = files.resolve(directory)
     steps = steps_of_run(root)
     if not steps:
         raise FileNotFoundError(f"{root} holds no checkpoint; name a directory with one.")
@@ -244,9 +242,9 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
 
     # A digest is a sum over the devices of all processes: each process must have its shards before.
     path = checkpoint.path / "state"
-    state = _together(path, read_own_shards)
+    state = _in_all_processes(path, read_own_shards)
     digests = digest(state)
-    _together(path, compare_digests)
+    _in_all_processes(path, compare_digests)
     return state
 
 
@@ -283,7 +281,7 @@ def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
         tree = ocp.PyTreeCheckpointHandler().metadata(checkpoint.path / "state").tree
         return {"/".join(keys): keys for keys in flatten_dict(tree)}
 
-    return _together(checkpoint.path / "state", read_keys)
+    return _in_all_processes(checkpoint.path / "state", read_keys)
 
 
 def check_arrays(checkpoint: Checkpoint) -> None:
@@ -322,14 +320,14 @@ def require_64_bits(checkpoint: Checkpoint) -> None:
         )
 
 
-def list_steps(directory: Directory) -> list[int]:
+def list_steps(directory: epath.PathLike) -> list[int]:
     """Steps of the checkpoints in a directory, ascending, sound or not; empty if there is no such
     directory.
 
     Raises:
       ImportError, OSError: it is on `gs://`; see `files.require_access`.
     """
-    root = resolve(directory)
+    root = files.resolve(directory)
     with files.reporting(root):
         if not root.is_dir():
             return []
@@ -338,7 +336,7 @@ def list_steps(directory: Directory) -> list[int]:
         )
 
 
-def steps_of_run(directory: Directory) -> list[int]:
+def steps_of_run(directory: epath.PathLike) -> list[int]:
     """`list_steps` as process 0 sees it; all processes of a run must call, and all get its answer.
 
     Of a thousand processes one asks the file system, which may also show a new directory to one of
@@ -348,7 +346,7 @@ def steps_of_run(directory: Directory) -> list[int]:
     return json.loads(text or "[]")
 
 
-def find(path: Directory) -> tuple[Any, int | None] | None:
+def find(path: epath.PathLike) -> tuple[epath.Path, int | None] | None:
     """The directory of checkpoints that a path means, and the step if the path means a single one.
 
     Args:
@@ -361,7 +359,7 @@ def find(path: Directory) -> tuple[Any, int | None] | None:
       ValueError: it is a checkpoint whose name is not a step.
       ImportError, OSError: it is on `gs://`; see `files.require_access`.
     """
-    root = resolve(path)
+    root = files.resolve(path)
     if (root / "meta" / "data.json").exists():
         if not is_step(root):
             raise ValueError(
@@ -375,23 +373,12 @@ def find(path: Directory) -> tuple[Any, int | None] | None:
     return None
 
 
-def resolve(directory: Directory) -> Any:
-    """An absolute `epath.Path`: Orbax rejects others only once a save is under way, in a thread.
-
-    Raises:
-      ImportError, OSError: it is on `gs://`; see `files.require_access`.
-    """
-    path = epath.Path(files.resolve(directory))
-    files.require_access(path)
-    return path
-
-
-def is_step(path: Any) -> bool:
+def is_step(path: epath.Path) -> bool:
     """Whether a path has the name of a checkpoint: 50, but not 0050."""
     return re.fullmatch("0|[1-9][0-9]*", path.name) is not None and path.is_dir()
 
 
-def is_committed(path: Any) -> bool:
+def is_committed(path: epath.Path) -> bool:
     """Whether a checkpoint is complete: on a disk its name says so, in a bucket the file that Orbax
     writes last."""
     return not files.is_remote(path) or (path / "commit_success.txt").exists()
@@ -426,7 +413,7 @@ def innermost(error: Exception) -> Exception:
     return error
 
 
-def _read_checkpoint(path: Any) -> Checkpoint:
+def _read_checkpoint(path: epath.Path) -> Checkpoint:
     """What process 0 reads of `meta`, which Orbax wrote, but would need its own index to read.
 
     Raises:
@@ -451,22 +438,26 @@ def _read_checkpoint(path: Any) -> Checkpoint:
             raise DamagedError("meta has another digest than its arrays")
         return meta
 
-    def attempt() -> str:
-        meta, damage = _attempt(path / "meta", read_meta)
-        if meta is not None and (name := untold(path.parent.parent, meta)):
-            damage = DamagedError(f"meta has another {name} than {JOURNAL} tells of")
-        return json.dumps([meta, None if damage is None else str(damage)])
+    def read_checked() -> str:
+        try:
+            with _finding_damage(path / "meta"):
+                meta = read_meta()
+            if name := mismatched_field(path.parent.parent, meta):
+                raise DamagedError(f"meta has another {name} than {JOURNAL} tells of")
+        except DamagedError as error:
+            return json.dumps([None, str(error)])
+        return json.dumps([meta, None])
 
-    meta, damage = json.loads(processes.text_from_primary(attempt) or "")
+    meta, damage = json.loads(processes.text_from_primary(read_checked) or "")
     if damage is not None:
         raise DamagedError(damage)
-    _check_version(path, meta)
+    config = _config_of(path, meta)  # first: another version's meta may lack a field
     return Checkpoint(
         path=path,
         step=meta["step"],
         data_position=meta["data_position"],
         data_digest=meta["data_digest"],
-        config=from_dict(meta["config"]),
+        config=config,
         environment=meta["environment"],
         types={name: leaf["type"] for name, leaf in meta["leaves"].items()},
         digests={name: leaf["digest"] for name, leaf in meta["leaves"].items()},
@@ -476,74 +467,75 @@ def _read_checkpoint(path: Any) -> Checkpoint:
     )
 
 
-def _check_version(path: Any, meta: dict[str, Any]) -> None:
-    """Refuse a checkpoint of another maxmars, whatever it is asked for.
+def _config_of(path: epath.Path, meta: dict[str, Any]) -> TrainConfig:
+    """The config of the run that wrote a checkpoint.
 
     Raises:
-      ValueError: it has another format, or a config of other fields; a run before there were
-        journals wrote it; or it is of no run.
+      ValueError: another maxmars wrote it: it has another format, or a config of other fields; a
+        run before there were journals wrote it; or it is of no run.
     """
+    version = meta["format_version"]
     if meta["config"]["type"] != TrainConfig.__name__:
-        raise ValueError(
-            f"{path} is a copy of a Hugging Face model that `maxmars import` made, which this "
-            "maxmars does not read; name the model itself: imported_from.json in "
-            f"{path.parent.parent} says which one it is."
+        problem = (
+            "it is a copy of a Hugging Face model that `maxmars import` made: name the model "
+            f"itself, which imported_from.json in {path.parent.parent} tells"
         )
-    problem, version = None, meta["format_version"]
-    if version != FORMAT_VERSION:
+    elif version != FORMAT_VERSION:
         problem = f"this maxmars reads format {FORMAT_VERSION}"
     elif "journal" not in meta:
         problem = "this maxmars reads checkpoints that name a line of their run's journal"
     else:
         try:
-            from_dict(meta["config"])
+            return from_dict(meta["config"])
         except ValueError as error:
             problem = str(error).removesuffix(".")
-    if problem is not None:
-        environment = meta.get("environment", {})
-        commit = (environment.get("git_commit") or "unknown").removesuffix("-dirty")
-        raise ValueError(
-            f"{path} was written in format {version} by maxmars "
-            f"{environment.get('maxmars', '0.1')} of commit {commit}, but {problem}. Use it with "
-            f"that code (`git checkout {commit}` in maxmars's repository); a directory that its "
-            "`maxmars export` writes is what --init-from takes here."
-        )
+    environment = meta.get("environment", {})
+    commit = (environment.get("git_commit") or "unknown").removesuffix("-dirty")
+    raise ValueError(
+        f"{path} was written in format {version} by maxmars "
+        f"{environment.get('maxmars', '0.1')} of commit {commit}, but {problem}. Use it with "
+        f"that code (`git checkout {commit}` in maxmars's repository); a directory that its "
+        "`maxmars export` writes is what --init-from takes here."
+    )
 
 
-def _together(path: Any, read_own: Callable[[], Any]) -> Any:
+def _in_all_processes(path: epath.Path, read_own: Callable[[], Result]) -> Result:
     """What `read_own` returns; DamagedError in every process if it fails in one of them."""
-    result, damage = _attempt(path, read_own)
-    if damage is not None:
-        processes.all_processes(False)
-        gc.collect()  # the arrays that were read, which the error and Orbax's tasks hold
-        raise damage
-    if not processes.all_processes(True):
-        raise DamagedError("another process could not read its share")
+    result: Any = None
+    damage = None
+    try:
+        with _finding_damage(path):
+            result = read_own()
+    except DamagedError as error:
+        damage = str(error)  # in words: the error would keep the arrays that were read
+    if not processes.all_processes(damage is None):
+        gc.collect()  # those that Orbax's tasks hold
+        raise DamagedError(damage or "another process could not read its share")
     return result
 
 
-def _attempt(path: Any, read: Callable[[], Result]) -> tuple[Result | None, DamagedError | None]:
-    """What `read` returns, or the damage that it finds at a path.
-
-    An error that may be none of the checkpoint is raised as it is.
+@contextlib.contextmanager
+def _finding_damage(path: epath.Path) -> Generator[None]:
+    """Raise DamagedError for an error in the reading of a path, unless it may be none of the
+    checkpoint: that one is raised as it is.
 
     Raises:
       OSError: the network or the store has failed.
     """
     try:
-        return read(), None
-    except DamagedError as error:
-        return None, error
+        yield
+    except DamagedError:
+        raise
     except Exception as error:  # a damaged file comes up as nearly any type
         cause = root_cause(error)
         if any(text in cause for text in _NOT_DAMAGE):
             raise
-        if files.may_pass(innermost(error), path):
+        if files.is_transient(innermost(error), path):
             raise OSError(
                 f"{path} could not be read ({cause}); the checkpoint stays as it is: start again "
                 "when the network and the store answer."
             ) from error
-        return None, DamagedError(f"{path.name} cannot be read ({cause})")
+        raise DamagedError(f"{path.name} cannot be read ({cause})") from error
 
 
 class _TidyLoop(asyncio.SelectorEventLoop):

@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
+from etils import epath
 from jax.sharding import Mesh
 from orbax.checkpoint import v1
 
 from maxmars.checkpoint.digest import combine, digest_and_finite, leaf_types, to_plain
 from maxmars.checkpoint.environment import environment
-from maxmars.checkpoint.lock import InUseError, acquire, check_together
+from maxmars.checkpoint.lock import acquire
 from maxmars.checkpoint.reader import (
     FORMAT_VERSION,
     Checkpoint,
-    Directory,
     Loaded,
     Skipped,
     bytes_in_flight,
@@ -30,13 +30,12 @@ from maxmars.checkpoint.reader import (
     is_committed,
     is_step,
     load_arrays,
-    resolve,
     root_cause,
     steps_of_run,
 )
 from maxmars.config import CheckpointConfig, TrainConfig, to_dict
 from maxmars.distributed import processes
-from maxmars.distributed.files import is_remote, reporting, set_aside
+from maxmars.distributed.files import is_remote, reporting, resolve, set_aside
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def __init__(
         self,
-        directory: Directory,
+        directory: epath.PathLike,
         config: TrainConfig,
         *,
         mesh: Mesh,
@@ -73,7 +72,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self._environment = environment(mesh)
         self._pending: v1.AsyncResponse[bool] | None = None
         self._failed = False
-        self._on_disk: dict[int, str] = {}  # step -> digest of the state that is known to be there
+        self._newest: tuple[int, str] | None = None  # step and digest that were saved or restored
         self._retention = Retention(config.checkpoint, {})
         self._timer = SaveTimer(config.checkpoint.every_minutes)
         self._is_due = False
@@ -81,7 +80,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         try:
             # In a bucket the run that this one takes over from may be ending a save.
             if not is_remote(self._directory):
-                self._remove_unfinished(self._directory.iterdir)
+                self._remove_unfinished(self._directory.iterdir())
             self._orbax = self._open_orbax()
         except BaseException:
             self._release()
@@ -103,8 +102,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self._lock.check()
 
     def evaluated(self, losses: Mapping[int, float]) -> None:
-        """Tell the validation losses by step, which decide what is kept as the best; every process
-        tells the same."""
+        """Record validation losses by step, by which `keep_best` chooses; call it in every
+        process."""
         self._retention.losses |= losses
 
     def is_due(self, step: int) -> bool:
@@ -146,17 +145,16 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
           copy, but not what `wait` waits for. None if nothing had to be written.
 
         Raises:
-          OSError: the save before could not be completed, or with `wait` this one.
-          InUseError: another run took over the directory.
-          ValueError: some parameters are not finite.
+          OSError: the save before could not be completed, or with `wait` this one; or the
+            directory was moved, or nobody can tell whose it is.
+          ValueError: another run took over the directory, or some parameters are not finite.
 
-        After the first two all that can be done is `close`.
+        Unless parameters are not finite, all that can be done then is `close`.
         """
         started = time.perf_counter()
         self._is_due = False
         self._finish()
-        with self._reporting():
-            check_together(self._lock, self._directory)
+        processes.text_from_primary(self.check_owner)
         digests, finite = digest_and_finite(state)
         wrong = [path for path in finite if path.startswith("params/") and not finite[path]]
         if wrong:
@@ -166,28 +164,31 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 "lower optimizer.learning_rate (name it in --resume-overrides); an optimizer that "
                 "divides by the rate needs --schedule.warmup-steps 0, as a warm-up begins with 0."
             )
-        meta = _make_meta(
-            step,
-            state,
-            digests,
-            self._config,
-            self._environment,
-            data_position=data_position,
-            data_digest=self._data_digest,
-        )
-        known = self._on_disk.get(step) == meta["digest"]
-        if known and step in steps_of_run(self._directory):
+        digest, types = combine(digests), leaf_types(state)
+        if self._newest == (step, digest) and step in steps_of_run(self._directory):
             return None
-        line = journal(step, meta["digest"], data_position, tokens)
-        meta |= {"tokens": tokens, "journal": line}
+        derived = "every random number is a function of config.seed, the step and its place in it"
+        meta = {
+            "format_version": FORMAT_VERSION,
+            "step": step,
+            "data_position": data_position,
+            "data_digest": self._data_digest,
+            "rng": {"seed": self._config.seed, "step": step, "derivation": derived},
+            "config": to_dict(self._config),
+            "environment": self._environment,
+            "leaves": {path: {"type": types[path], "digest": digests[path]} for path in types},
+            "digest": digest,
+            "tokens": tokens,
+            "journal": journal(step, digest, data_position, tokens),
+        }
         meta["checksum"] = checksum(meta)
         if is_remote(self._directory):
-            self._remove_unfinished(lambda: [self._directory / str(step)])
+            self._remove_unfinished([self._directory / str(step)])
         with self._reporting(), _orbax_context(state):
             self._pending = self._orbax.save_checkpointables_async(
                 step, {"state": to_plain(state), "meta": meta}, force=True, overwrite=True
             )
-        self._on_disk[step] = meta["digest"]
+        self._newest = step, digest
         self._timer.restart()
         blocked_s = time.perf_counter() - started
         if wait:
@@ -223,7 +224,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         loaded = first_sound(self._directory, use, step)
         # Not those that are newer alone: in a bucket one may have been completed meanwhile.
         self._set_aside([damaged for damaged, _ in loaded.skipped])
-        self._on_disk = {loaded.checkpoint.step: loaded.checkpoint.digest}
+        self._newest = loaded.checkpoint.step, loaded.checkpoint.digest
         return loaded
 
     def close(self) -> None:
@@ -266,10 +267,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         is_open = processes.all_processes(opened is not None)
         return opened if opened is not None and is_open else open_manager(lightweight=True)
 
-    def _remove_unfinished(self, paths: Callable[[], Iterable[Any]]) -> None:
-        """Remove those that the saves of killed runs left, which Orbax ignores but keeps; every
-        process calls."""
-        for path in paths() if processes.is_primary() else ():
+    def _remove_unfinished(self, paths: Iterable[epath.Path]) -> None:
+        """Remove what the saves of killed runs left at these paths, which Orbax ignores but keeps;
+        call it in every process."""
+        for path in paths if processes.is_primary() else ():
             if ".orbax-checkpoint-tmp" in path.name or (is_step(path) and not is_committed(path)):
                 # What cannot be removed costs space and nothing else; the next start tries again.
                 with contextlib.suppress(OSError), reporting(path):
@@ -300,8 +301,6 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _reporting(self) -> Generator[None, None, None]:
         try:
             yield
-        except InUseError:
-            raise
         except Exception as error:
             self._failed = True
             raise OSError(
@@ -352,22 +351,22 @@ class Retention:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Whether to keep each checkpoint (Orbax's PreservationPolicy)."""
         steps = [checkpoint.step for checkpoint in checkpoints]
-        kept = self.kept(steps)
-        return [step in kept for step in steps]
+        chosen = self.choose(steps)
+        return [step in chosen for step in steps]
 
-    def kept(self, steps: Sequence[int]) -> set[int]:
-        """Which of the checkpoints of these steps to keep."""
+    def choose(self, steps: Sequence[int]) -> set[int]:
+        """The steps, of these, whose checkpoints to keep."""
         steps = sorted(steps)
-        kept = set(steps[-self._config.keep_last :])
+        chosen = set(steps[-self._config.keep_last :])
         if self._config.keep_best is not None:
             scored = [s for s in steps if math.isfinite(self.losses.get(s, math.nan))]
             scored.sort(key=lambda step: (self.losses[step], -step))
-            kept |= set(scored[: self._config.keep_best])
+            chosen |= set(scored[: self._config.keep_best])
         if self._config.keep_every is not None:
             # The first at or after each multiple: by minutes, steps are no round numbers.
             windows = {step // self._config.keep_every: step for step in reversed(steps)}
-            kept |= {step for window, step in windows.items() if window > 0}
-        return kept
+            chosen |= {step for window, step in windows.items() if window > 0}
+        return chosen
 
 
 class SaveTimer:
@@ -403,29 +402,3 @@ class SaveTimer:
         due, ahead = processes.from_primary([int(elapsed >= self._interval_s), ahead])
         self._next_look = step + ahead
         return bool(due)
-
-
-def _make_meta(
-    step: int,
-    state: Any,
-    digests: dict[str, str],
-    config: TrainConfig,
-    environment: dict[str, Any],
-    *,
-    data_position: int,
-    data_digest: str | None,
-) -> dict[str, Any]:
-    """What `meta/data.json` says of a state with these digests, JSON-ready."""
-    derivation = "every random number is a function of config.seed, the step and its place in it"
-    types = leaf_types(state)
-    return {
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "data_position": data_position,
-        "data_digest": data_digest,
-        "rng": {"seed": config.seed, "step": step, "derivation": derivation},
-        "config": to_dict(config),
-        "environment": environment,
-        "leaves": {path: {"type": types[path], "digest": digests[path]} for path in types},
-        "digest": combine(digests),
-    }

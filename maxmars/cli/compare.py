@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import tyro
@@ -28,7 +28,6 @@ from maxmars.config.load import load_comparison
 if TYPE_CHECKING:
     from maxmars.compare.grids import Number
     from maxmars.compare.trials import Comparison, Contender
-    from maxmars.distributed.files import Workdir
 
 _PROG = "maxmars compare"
 
@@ -195,11 +194,11 @@ def _plan(argv: list[str]) -> tuple[CompareArguments, Comparison]:
 
 def _workdir(arguments: CompareArguments) -> Path:
     """The directory of the comparison."""
-    from maxmars.distributed.files import is_remote, resolve
+    from maxmars.distributed.files import is_remote
 
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished trials are kept.")
-    if is_remote(resolve(arguments.workdir)):
+    if is_remote(arguments.workdir):
         raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
     return Path(arguments.workdir).expanduser().absolute()
 
@@ -350,9 +349,9 @@ def run_report(argv: list[str]) -> int:
     runs = dict(zip(labels, runs.values(), strict=True))
     out = Path(resolve(first if arguments.out is None else arguments.out))
     compared = {
-        name: summarize(path)
+        name: summarize(Path(path))
         for name, path in runs.items()
-        if isinstance(path, Path) and (path / COMPARISON).is_file()
+        if not is_remote(path) and (path / COMPARISON).is_file()
     }
     if len(compared) == len(runs):
         named = compared if len(runs) > 1 else {"": next(iter(compared.values()))}
@@ -385,7 +384,7 @@ def run_report(argv: list[str]) -> int:
     return 0
 
 
-def _run_names(paths: Sequence[Workdir]) -> list[str]:
+def _run_names(paths: Sequence[PurePath]) -> list[str]:
     """Names of runs and comparisons: of a run within a comparison with its contender, and with as
     many directories before as tell it from the others."""
     is_trial = [path.parts[-3:-2] == ("cells",) for path in paths]

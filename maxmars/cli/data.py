@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 import tyro
+from etils import epath
 from rich.console import Console
 from rich.table import Table
 
@@ -28,7 +29,7 @@ from maxmars.data.metadata import (
 )
 from maxmars.data.token_files import TokenDirectory, TokenStream
 from maxmars.data.tokenizer import GPT2Tokenizer, load, tokenizer_of_tokens
-from maxmars.distributed.files import Workdir, resolve, sha256_of
+from maxmars.distributed.files import resolve, sha256_of
 from maxmars.distributed.progress import Progress
 
 if TYPE_CHECKING:
@@ -310,7 +311,7 @@ def sha256_of_tokens(stream: TokenStream) -> str:
     return sha.hexdigest()
 
 
-def _verify(directory: Workdir, metadata: Metadata) -> None:
+def _verify(directory: epath.Path, metadata: Metadata) -> None:
     """Compare every file with its checksum.
 
     Raises:

@@ -182,12 +182,20 @@ def _check_tasks(arguments: EvalArguments) -> list[str]:
 
 def _check_output(output: Path) -> None:
     """Refuse, in every process, a file that process 0 could not write after all the work."""
+    from maxmars.config.errors import in_words
     from maxmars.distributed import processes
-    from maxmars.distributed.files import why_not_written
+    from maxmars.distributed.files import check_writable, resolve
 
-    problem = processes.text_from_primary(lambda: why_not_written(output, replaced=True))
+    def try_it() -> str | None:
+        try:
+            check_writable(resolve(output))
+        except (OSError, ValueError) as error:
+            return in_words(error)
+        return None
+
+    problem = processes.text_from_primary(try_it)
     if problem is not None:
-        raise UsageError(f"--output {output} {problem}; name a file to write.")
+        raise UsageError(f"--output {output} cannot be written ({problem}); name a file to write.")
 
 
 def _data(options: DataArguments) -> TokenShardsConfig | None:

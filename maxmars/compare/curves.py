@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from maxmars.config import TrainConfig, from_dict
-from maxmars.distributed.files import Workdir, read_json
+from maxmars.distributed.files import read_json
 from maxmars.distributed.workdir import CONFIG
 from maxmars.train.metrics import own_metric, read_metrics
 
@@ -116,14 +117,14 @@ def shown_names(lines: Sequence[Line]) -> dict[str, str]:
     return {line.name: f"{line.name}{' (1 seed)' * (line.name in alone)}" for line in lines}
 
 
-def read_run(workdir: Workdir, name: str) -> Line:
+def read_run(workdir: epath.PathLike, name: str) -> Line:
     """The run in a working directory of `maxmars train`, by this name.
 
     Raises:
       ValueError: there is no run, another version of maxmars wrote it, or it has no losses yet.
     """
     try:
-        config = from_dict(read_json(workdir / CONFIG))
+        config = from_dict(read_json(epath.Path(workdir) / CONFIG))
     except TypeError:  # fields are missing, or of other types
         config = None
     if not isinstance(config, TrainConfig):
@@ -137,7 +138,7 @@ def read_run(workdir: Workdir, name: str) -> Line:
     return Line(name=name, runs=(run,))
 
 
-def read_recorded(workdir: Workdir, config: TrainConfig) -> Recorded:
+def read_recorded(workdir: epath.PathLike, config: TrainConfig) -> Recorded:
     """What a run recorded in its `metrics.jsonl`, if that is there."""
     rows = read_metrics(workdir)
     keys = sorted({key for row in rows for key in row})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from etils import epath
 
 from maxmars.checkpoint.journal import read_journal
 from maxmars.compare.curves import (
@@ -32,7 +33,7 @@ from maxmars.compare.tables import (
     print_table,
 )
 from maxmars.config.numbers import duration
-from maxmars.distributed.files import Workdir, read_text, write_text
+from maxmars.distributed.files import read_text, write_text
 from maxmars.train.journal import ACTIVITIES, run_seconds, sessions_of, shares
 
 Format = Literal["png", "pdf", "svg"]
@@ -61,7 +62,7 @@ class Figures:
 
 
 def write_run_report(
-    lines: Sequence[Line], out: Path, workdirs: Mapping[str, Workdir], format: Format = "png"
+    lines: Sequence[Line], out: Path, workdirs: Mapping[str, epath.Path], format: Format = "png"
 ) -> None:
     """Write the report of any runs into a directory.
 
@@ -104,7 +105,7 @@ def write_run_report(
     write_markdown(out, blocks)
 
 
-def origin_of(workdirs: Iterable[Workdir]) -> str:
+def origin_of(workdirs: Iterable[epath.Path]) -> str:
     """What a report is of, in a sentence of its page."""
     named = sorted({escape_markdown(str(workdir)) for workdir in workdirs})
     return f"Made by `maxmars report` of {', '.join(named)}."

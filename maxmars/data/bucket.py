@@ -11,11 +11,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from maxmars.distributed.files import Workdir, may_pass, reporting, require_access
+from etils import epath
+
+from maxmars.distributed.files import is_transient, reporting, require_access
 
 _PAUSE_S = 5.0
 
-Range = tuple[Workdir, int, int]
+Range = tuple[epath.Path, int, int]
 """An object, the first byte, and the byte after the last."""
 
 
@@ -52,7 +54,7 @@ def read_ranges(ranges: Sequence[Range], *, patience_s: float = 300.0) -> list[b
                         "it again."
                     )
                 contents[i] = content
-            elif may_pass(content, path) and time.monotonic() < deadline:
+            elif is_transient(content, path) and time.monotonic() < deadline:
                 failed.append(i)
             elif isinstance(content, FileNotFoundError):
                 raise FileNotFoundError(
@@ -67,7 +69,7 @@ def read_ranges(ranges: Sequence[Range], *, patience_s: float = 300.0) -> list[b
     return contents
 
 
-def list_objects(directory: Workdir) -> dict[str, dict[str, Any]]:
+def list_objects(directory: epath.Path) -> dict[str, dict[str, Any]]:
     """What a bucket says of each object in a directory, by name: `size`, `crc32c`, `generation`.
 
     Raises:

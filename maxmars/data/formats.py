@@ -17,9 +17,9 @@ import logging
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
+from etils import epath
 
 from maxmars.config import TokenFilesConfig
 from maxmars.data.bucket import list_objects
@@ -116,7 +116,7 @@ def describe(tokens: TokenFilesConfig, text: str | None) -> TokenDirectory:
     """
     path = resolve(tokens.path)
     if text is None:
-        return _foreign(Path(path), tokens)
+        return _foreign(path, tokens)
     named = {"tokenizer": tokens.tokenizer, "vocab_size": tokens.vocab_size, "dtype": tokens.dtype}
     given = " and ".join(f"{name}={value}" for name, value in named.items() if value is not None)
     if given:
@@ -265,7 +265,7 @@ def _check_samples(stream: TokenStream) -> None:
 # --- other programs' files ------------------------------------------------------------------------
 
 
-def _foreign(path: Path, tokens: TokenFilesConfig) -> TokenDirectory:
+def _foreign(path: epath.Path, tokens: TokenFilesConfig) -> TokenDirectory:
     """A directory of nanoGPT, llm.c or build-nanogpt."""
     if not path.is_dir():
         what = "is no directory" if path.exists() else "does not exist"
@@ -325,13 +325,13 @@ def _foreign(path: Path, tokens: TokenFilesConfig) -> TokenDirectory:
     )
 
 
-def _nanogpt(path: Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
+def _nanogpt(path: epath.Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
     """A file that says nothing of itself."""
-    file = TokenFile(path=path, split=split, num_bytes=path.stat().st_size)
+    file = TokenFile(path=path, split=split, num_bytes=os.stat(path).st_size)
     return file, np.dtype("<u2"), _GPT2
 
 
-def _llm_c(path: Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
+def _llm_c(path: epath.Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
     magic, version, count = _read_header(path)
     if (magic, version) not in _LLM_C:
         known = " or ".join(f"{magic} version {version}" for magic, version in _LLM_C)
@@ -346,7 +346,7 @@ def _llm_c(path: Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
     return file, dtype, vocabulary
 
 
-def _numpy(path: Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
+def _numpy(path: epath.Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
     try:
         array = np.load(path, mmap_mode="r")  # which refuses pickles
     except (ValueError, EOFError) as error:
@@ -364,7 +364,7 @@ def _numpy(path: Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
     return file, array.dtype, _GPT2
 
 
-def _read_header(path: Path) -> tuple[int, int, int]:
+def _read_header(path: epath.Path) -> tuple[int, int, int]:
     """Magic number, version and token count of an llm.c file; zeros of one that is too short."""
     with path.open("rb") as file:
         start = file.read(_HEADER_BYTES)

@@ -16,11 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from etils import epath
+
 from maxmars.config.checks import CheckedConfig, NotNegative, read_as
 from maxmars.config.errors import about
 from maxmars.data.rows import Skipped
 from maxmars.data.tokenizer import Loss
-from maxmars.distributed.files import Workdir, parse_json, read_text, reporting, resolve, write_text
+from maxmars.distributed.files import parse_json, read_text, reporting, resolve, write_text
 
 FORMAT = "maxmars-tokens"
 VERSION = 3
@@ -97,14 +99,14 @@ class Metadata(CheckedConfig):
                     raise ValueError(f"the shard {shard.file!r} is outside the directory.")
 
 
-def write_metadata(directory: Workdir, metadata: Metadata) -> None:
+def write_metadata(directory: epath.Path, metadata: Metadata) -> None:
     """Write `meta.json` into a directory, in one step; what is None is left out."""
     fields = asdict(metadata, dict_factory=lambda items: {k: v for k, v in items if v is not None})
     fields = {"format": FORMAT, "version": VERSION, **fields}
     write_text(directory / METADATA, json.dumps(fields, indent=2) + "\n")
 
 
-def check_finished(directory: Workdir) -> None:
+def check_finished(directory: epath.Path) -> None:
     """Refuse a directory of tokens that is being prepared.
 
     Raises:
@@ -137,7 +139,7 @@ def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
     return parse_metadata(text, path)
 
 
-def parse_metadata(text: str, path: Workdir) -> Metadata:
+def parse_metadata(text: str, path: epath.Path) -> Metadata:
     """What the text of the `meta.json` at `path` says; see `read_metadata`.
 
     Raises:

@@ -10,11 +10,11 @@ import hashlib
 import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import grain
 import numpy as np
+from etils import epath
 from jaxtyping import Int64
 
 from maxmars.config import GrainSource
@@ -23,7 +23,6 @@ from maxmars.data.token_datasets import token_datasets
 from maxmars.data.token_files import TokenFile
 from maxmars.data.tokenizer import Vocabulary
 from maxmars.data.windows import TYPES, Batch, Types
-from maxmars.distributed.files import Workdir
 
 _MANY = 1 << 60  # more elements than any data; repeat() makes 2**63 - 1 of them
 
@@ -146,7 +145,7 @@ class OwnWindows:
     ) -> None:
         """Open the dataset, and read its first element."""
         self.split, self.length = split, length
-        self.path: Workdir = Path(function.written)
+        self.path = epath.Path(function.written)
         self._function, self._options = function, options
         self._check = ExampleCheck(f"data.source={function!r}, split {split!r}", length, vocab_size)
         self._dataset: Any = self._open()

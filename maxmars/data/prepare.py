@@ -53,7 +53,6 @@ from maxmars.data.tasks import SPLITS, Fill, Recipe, write_task
 from maxmars.data.tokenizer import ByteTokenizer, save
 from maxmars.data.workers import work_through
 from maxmars.distributed.files import (
-    Workdir,
     cache_directory,
     is_remote,
     make_directory,
@@ -117,7 +116,7 @@ class Preparation:
     """
 
     recipe: Recipe
-    out: Workdir
+    out: epath.Path
 
     @functools.cached_property
     def _plan(self) -> str:
@@ -138,7 +137,6 @@ class Preparation:
 
     def is_finished(self) -> bool:
         """Whether the directory is complete."""
-        require_access(self.out)
         return METADATA in _names(self.out)
 
     def begin(self) -> None:
@@ -150,7 +148,6 @@ class Preparation:
             small, or the tokenizer cannot spell the text.
           OSError: it cannot be made, or a bucket does not answer.
         """
-        require_access(self.out)
         names = _names(self.out)
         self._refuse_if_finished(names)
         begun = read_text(self.out / PLAN) if PLAN in names else None
@@ -337,10 +334,10 @@ class Preparation:
     def _plan_digest(self) -> str:
         return hashlib.sha256(self._plan.encode()).hexdigest()
 
-    def _record(self, number: int) -> Workdir:
+    def _record(self, number: int) -> epath.Path:
         return self.out / _TASKS / f"{number:05d}.json"
 
-    def _starts(self, number: int, split: str) -> Workdir:
+    def _starts(self, number: int, split: str) -> epath.Path:
         return self.out / _TASKS / f"{number:05d}_{split}.starts"
 
     def _done(self) -> set[int]:
@@ -493,7 +490,7 @@ class Preparation:
             _delete(self.out / name)
         self._clean(_names(self.out))
         with contextlib.suppress(OSError):
-            self.out.rmdir()
+            os.rmdir(self.out)
 
     def _clean(self, names: set[str]) -> None:
         """Remove what only an unfinished preparation needs."""
@@ -520,7 +517,7 @@ def _is_plan(text: str | None) -> bool:
     return isinstance(fields, dict) and {"version", "corpus", "num_tasks"} <= fields.keys()
 
 
-def _names(directory: Workdir) -> set[str]:
+def _names(directory: epath.Path) -> set[str]:
     """Names in a directory; none if there is no such directory."""
     with reporting(directory):
         try:
@@ -529,15 +526,15 @@ def _names(directory: Workdir) -> set[str]:
             return set()
 
 
-def _delete(path: Workdir) -> None:
+def _delete(path: epath.Path) -> None:
     with reporting(path):
         path.unlink(missing_ok=True)
 
 
-def _delete_all(directory: Workdir) -> None:
+def _delete_all(directory: epath.Path) -> None:
     """Delete a directory, even if others are at it too."""
     with contextlib.suppress(OSError), reporting(directory):
-        directory.rmtree() if isinstance(directory, epath.Path) else shutil.rmtree(directory)
+        directory.rmtree()
 
 
 def _shortened(value: Any) -> str:

@@ -23,13 +23,14 @@ from typing import Any, Literal
 
 import fsspec
 import numpy as np
+from etils import epath
 
 from maxmars.config.errors import in_words
 from maxmars.data.corpus import Corpus, Document, FileRange, bounds_in_text
 from maxmars.data.metadata import Shard
 from maxmars.data.rows import OnBad, Skipped
 from maxmars.data.tokenizer import JsonTokenizer, Loss, Tokenizer
-from maxmars.distributed.files import Workdir, is_remote, reporting
+from maxmars.distributed.files import is_remote, reporting
 
 try:
     import google_crc32c  # comes with the extra gcs
@@ -241,7 +242,7 @@ class Fill:
 def write_task(
     recipe: Recipe,
     number: int,
-    out: Workdir,
+    out: epath.Path,
     *,
     check: Callable[[], None],
     report: Callable[[int], None],
@@ -406,11 +407,11 @@ class _SplitWriter:
             if self._in_shard == self._shard_tokens:
                 self.complete_shard()
 
-    def name_shards(self, target: Workdir) -> dict[str, Any]:
+    def name_shards(self, target: epath.Path) -> dict[str, Any]:
         """Give all shards their names, and describe them."""
         for path, shard in self._shards.items():
             if not is_remote(target):
-                path.replace(Path(target) / shard.file)
+                path.replace(target / shard.file)
                 continue
             with reporting(target):
                 store, name = fsspec.core.url_to_fs(os.fspath(target / shard.file))

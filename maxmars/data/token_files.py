@@ -11,18 +11,19 @@ import functools
 import hashlib
 import itertools
 import json
+import os
 import resource
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
+from etils import epath
 from jaxtyping import Int32, Int64, Integer
 
 from maxmars.data.bucket import read_ranges
 from maxmars.data.metadata import AGAIN, Metadata, NoSuchSplitError
 from maxmars.data.tokenizer import Vocabulary
-from maxmars.distributed.files import Workdir, is_remote
+from maxmars.distributed.files import is_remote
 
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _MOST_OPEN = 1 << 14  # files; Linux maps 65,530 at most
@@ -37,7 +38,7 @@ NAME_THEM = (
 class TokenFile:
     """One file of a directory of tokens."""
 
-    path: Workdir
+    path: epath.Path
     split: str
     """Which split's tokens it holds."""
     num_bytes: int
@@ -52,7 +53,7 @@ class TokenFile:
 class TokenDirectory:
     """A directory of tokens: its files, and what the numbers in them are."""
 
-    path: Workdir
+    path: epath.Path
     files: tuple[TokenFile, ...]
     """Those of every split, of each in order."""
     dtype: np.dtype
@@ -110,10 +111,9 @@ def check_size(file: TokenFile) -> None:
       FileNotFoundError: it is missing.
       ValueError: it has another size.
     """
-    path = Path(file.path)
-    if not path.is_file():
+    if not file.path.is_file():
         raise FileNotFoundError(f"the token shard {file.path} is missing; {AGAIN}.")
-    num_bytes = path.stat().st_size
+    num_bytes = os.stat(file.path).st_size
     if num_bytes != file.num_bytes:
         says = "its header" if file.header_bytes else "meta.json"
         raise ValueError(

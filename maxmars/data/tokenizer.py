@@ -22,15 +22,14 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 from jaxtyping import Int32, Integer, UInt16
 
 from maxmars.config.errors import about, needs_extra
 from maxmars.distributed.files import (
-    Workdir,
     parse_json,
     read_json_object,
     read_text,
@@ -428,7 +427,7 @@ class JsonTokenizer(Tokenizer):
 # --- directories ----------------------------------------------------------------------------------
 
 
-def load(place: str | Workdir, *, eot_token: str | None = None) -> Tokenizer:
+def load(place: epath.PathLike, *, eot_token: str | None = None) -> Tokenizer:
     """The tokenizer `byte` or `gpt2`, or that of a directory: of tokens, a run's `tokenizer`, an
     export, a Hugging Face model's.
 
@@ -454,14 +453,16 @@ def load(place: str | Workdir, *, eot_token: str | None = None) -> Tokenizer:
                 "GrainConfig(tokenizer='byte') or 'gpt2' for a source of your own, to generate "
                 "text and to score the model later."
             )
-    path = Path(place).expanduser() if isinstance(place, str) else place
+    path = epath.Path(place).expanduser()
     # A file never as bytes or GPT-2's: its name is in the plan of a preparation, which goes on.
     files = _read(path)
     with about(path):
         return _open(files, eot_token, built_in=path.suffix != ".json")
 
 
-def save(tokenizer: Tokenizer, directory: Workdir, *, max_seq_len: int | None = None) -> None:
+def save(
+    tokenizer: Tokenizer, directory: epath.PathLike, *, max_seq_len: int | None = None
+) -> None:
     """Write a tokenizer for `load`, and for `transformers.AutoTokenizer`, which gives the same
     tokens of a text that spells out no special token.
 
@@ -476,7 +477,7 @@ def save(tokenizer: Tokenizer, directory: Workdir, *, max_seq_len: int | None = 
         generation = {"bos_token_id": tokenizer.bos, "eos_token_id": ends}
     content, end = tokenizer.to_json(), tokenizer.eot_token
     files = replace(files, content=content, end=end, generation=generation)
-    _write(directory, tokenizer.name, files, max_seq_len)
+    _write(epath.Path(directory), tokenizer.name, files, max_seq_len)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -489,7 +490,7 @@ class Vocabulary:
     """Every token lies in [0, size)."""
     digest: str | None = None
     """SHA-256 over the tokenizer's vocabulary; None where no files of it are known."""
-    place: Workdir | None = None
+    place: epath.Path | None = None
     """The directory of these files, or their `tokenizer.json`, if they are known."""
 
     @classmethod
@@ -564,7 +565,7 @@ def end_of_text(vocabulary: Vocabulary) -> int:
     return tokenizer_of_tokens(vocabulary).eot if known is None else known
 
 
-def copy_tokenizer(vocabulary: Vocabulary, directory: Workdir) -> None:
+def copy_tokenizer(vocabulary: Vocabulary, directory: epath.PathLike) -> None:
     """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
     if vocabulary.place is not None:
         files = _read(vocabulary.place)
@@ -578,7 +579,7 @@ def copy_tokenizer(vocabulary: Vocabulary, directory: Workdir) -> None:
         files = TokenizerFiles(end=END_OF_TEXT)
     else:
         return
-    _write(directory, vocabulary.tokenizer, files)
+    _write(epath.Path(directory), vocabulary.tokenizer, files)
 
 
 def _check_digest(vocabulary: Vocabulary, digest: str) -> None:
@@ -590,7 +591,7 @@ def _check_digest(vocabulary: Vocabulary, digest: str) -> None:
 
 
 def _write(
-    directory: Workdir, name: str, files: TokenizerFiles, max_seq_len: int | None = None
+    directory: epath.Path, name: str, files: TokenizerFiles, max_seq_len: int | None = None
 ) -> None:
     """Write files for a tokenizer of this name."""
     if files.content is not None:
@@ -611,7 +612,7 @@ def _write(
         write_json(directory / _GENERATION, files.generation)
 
 
-def _read(place: Workdir) -> TokenizerFiles:
+def _read(place: epath.Path) -> TokenizerFiles:
     """What a directory says, or a file in it that is a `tokenizer.json` of any name."""
     is_file = place.suffix == ".json"
     directory, file = (place.parent, place.name) if is_file else (place, _TOKENIZER)
@@ -720,7 +721,7 @@ def _plain_tokens(fields: dict[str, Any], vocabulary: dict[str, int]) -> list[by
     return [bytes(byte_of[character] for character in token) for token in tokens]
 
 
-def _from_vocabulary(directory: Workdir, *, is_prefixed: Any) -> bytes:
+def _from_vocabulary(directory: epath.Path, *, is_prefixed: Any) -> bytes:
     """The `tokenizer.json` that `vocab.json` and `merges.txt` stand for."""
     with about(directory / _VOCABULARY), _library() as tokenizers:
         theirs = tokenizers.ByteLevelBPETokenizer.from_file(

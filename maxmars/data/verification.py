@@ -13,17 +13,18 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
 from maxmars.data.metadata import AGAIN
 from maxmars.data.token_files import TokenFile
 from maxmars.distributed import processes
-from maxmars.distributed.files import LineFile, Workdir, is_remote, read_json_lines, sha256_of
+from maxmars.distributed.files import LineFile, is_remote, read_json_lines, sha256_of
 from maxmars.distributed.workdir import VERIFIED
 
 _LOGGER = logging.getLogger(__name__)
@@ -57,9 +58,10 @@ def verify_split(
             raise ValueError(text)
 
 
-def hashed_by(workdir: Workdir) -> dict[str, str]:
+def hashed_by(workdir: epath.Path) -> dict[str, str]:
     """SHA-256 of the files that the processes of a run have hashed, by path."""
-    records = sorted((workdir / VERIFIED).glob("*.jsonl"))
+    directory = workdir / VERIFIED
+    records = sorted(directory.iterdir()) if directory.is_dir() else []
     lines = [line for record in records for line in read_json_lines(record, "file", "sha256")]
     return {str(line["file"]): str(line["sha256"]) for line in lines}
 
@@ -74,7 +76,7 @@ def own_share(files: Sequence[TokenFile]) -> list[TokenFile]:
     times = ""
     if on_disk:
         with contextlib.suppress(OSError):  # told where the file is hashed
-            status = Path(on_disk[0].path).stat()
+            status = os.stat(on_disk[0].path)
             times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
     alike = [i for i, theirs in enumerate(processes.texts_of_all(times)) if theirs == times]
     return on_disk[alike.index(jax.process_index()) :: len(alike)]
@@ -86,7 +88,7 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
     def __init__(
         self,
         files: Sequence[TokenFile],
-        record: Workdir,
+        record: epath.Path,
         *,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
@@ -164,12 +166,12 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
         if expected is None and known is not None:
             expected, says = known["sha256"], "when this run first read it, it was"
         try:
-            status = Path(file.path).stat()
+            status = os.stat(file.path)
             line = {"file": str(file.path), "size": status.st_size, "mtime_ns": status.st_mtime_ns}
             line["ctime_ns"] = status.st_ctime_ns
             if known == {**line, "sha256": expected}:
                 return known
-            sha256 = sha256_of(Path(file.path), pause)
+            sha256 = sha256_of(file.path, pause)
         except InterruptedError:
             return None
         except OSError as error:

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from etils import epath
 from jaxtyping import Bool, Int32, Int64
 
 from maxmars.config import Packing
 from maxmars.data.token_files import TokenFile, TokenStream
 from maxmars.data.tokenizer import Vocabulary, end_of_text
-from maxmars.distributed.files import Workdir
 
 Batch = dict[str, np.ndarray]
 """Arrays of one shape, by name: `tokens`, and any of `mask`, `segment_ids` and `positions`."""
@@ -86,7 +86,7 @@ class TokenWindows:
         return (self.stream.num_tokens - 1 - self.length) // self._stride + 1
 
     @property
-    def path(self) -> Workdir:
+    def path(self) -> epath.Path:
         """Where the tokens are."""
         return self.stream.directory.path
 

@@ -1,8 +1,18 @@
-"""Files on a disk or in a bucket (`gs://`): whole replacement, lines, JSON, digests, locks.
+"""Files on a disk or in a bucket (`gs://`): what `epath.Path` has not.
 
-A file is replaced whole or not at all. On a disk that takes a rename, in a bucket one request. An
-object in a bucket cannot grow: there a file of lines is kept in memory and uploaded whole, before
-each checkpoint, at the end, and meanwhile every `_UPLOAD_EVERY_S`. A kill loses later lines.
+* Whole replacement: a file is replaced whole or not at all. On a disk that takes a rename, in a
+  bucket one request.
+* Files that grow by lines. An object in a bucket cannot grow: there the lines are kept in memory
+  and uploaded whole, before each checkpoint, at the end, and meanwhile every `_UPLOAD_EVERY_S`. A
+  kill loses later lines.
+* Errors in one line, and an end of waiting, where a bucket does not answer; generations of objects,
+  which `open_store` gives to the one writer of a run.
+
+A path becomes an `epath.Path` once, in `resolve`. What is never in a bucket (caches, exports,
+comparisons, a user's Python) has a `pathlib.Path`. The functions here take both. Not used on a disk
+are three methods of `epath.Path` (etils 1.15): `stat` fails for users without a name, as in many
+containers, `rmdir` deletes files that came meanwhile, and `glob` takes brackets in a directory's
+name for a pattern.
 """
 
 from __future__ import annotations
@@ -18,12 +28,10 @@ import logging
 import math
 import os
 import re
-import ssl
 import stat
+import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -37,16 +45,12 @@ from maxmars.config.errors import about, in_words, needs_extra
 
 _LOGGER = logging.getLogger(__name__)
 
-Workdir = Path | epath.Path
-"""`pathlib.Path` on a disk, `epath.Path` in a bucket."""
-
 _BLOCK_BYTES = 1 << 20
 _LARGEST_TEXT = 1 << 28  # of a file that is read as a whole and does not grow by lines
 _UPLOAD_EVERY_S = 30.0
 _PROBE_S = 30.0
-_ANSWER_S = 10.0
 _REQUEST_S = 60.0  # gcsfs waits for ever
-_PASSING = re.compile(  # TensorStore's errors have no types of their own
+_TRANSIENT = re.compile(  # TensorStore's errors have no types of their own
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |Could not resolve|Couldn't resolve|"
     + "|".join(
         re.escape(os.strerror(code))
@@ -68,17 +72,18 @@ _WAYS_OUT = (
 )
 
 
-def is_remote(path: Any) -> bool:
+def is_remote(path: epath.PathLike) -> bool:
     """Whether a path is an object store's, like `gs://bucket/name`."""
     return "://" in os.fspath(path)
 
 
-def resolve(path: str | os.PathLike[str]) -> Workdir:
-    """An absolute path.
+def resolve(path: epath.PathLike) -> epath.Path:
+    """An absolute path, in a bucket that answers.
 
     Raises:
       ValueError: it is empty, in an object store other than `gs://`, names no bucket, or is not
         UTF-8, which JAX, Orbax and JSON need.
+      ImportError, OSError: see `require_access`.
     """
     text = os.fspath(path)
     if not text:
@@ -90,15 +95,17 @@ def resolve(path: str | os.PathLike[str]) -> Workdir:
         except UnicodeEncodeError as error:  # whose own words cannot be printed
             name = os.fsencode(absolute).decode(errors="backslashreplace")
             raise ValueError(f"{name} is not UTF-8; rename it, or choose another path.") from error
-        return absolute
+        return epath.Path(absolute)
     refuse_credentials(text, "the path")  # records name it
     if not re.match(r"gs://[^/]+(/|$)", text):
         raise ValueError(f"{text} must be a path on a disk, or gs://BUCKET/PATH; write it so.")
+    require_access(text)
     return epath.Path(text)
 
 
-def require_access(path: Any) -> None:
-    """Check at the first use of a bucket that it answers, before libraries retry for minutes.
+def require_access(path: epath.PathLike) -> None:
+    """Check at the first use of a bucket that it answers, before libraries retry for minutes;
+    `resolve` does so, but each process needs it.
 
     Raises:
       ImportError: the library for it (extra `gcs`) is not installed.
@@ -121,38 +128,10 @@ def _require_bucket(name: str) -> None:
     options.setdefault("requests_timeout", aiohttp.ClientTimeout(total=_REQUEST_S))
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs it also raises
     with reporting(name):
-        _require_answer()
-        open_store(name).read("maxmars").result(timeout=_PROBE_S)
+        open_store(name, max_retries=3).read("maxmars").result(timeout=_PROBE_S)
 
 
-def _require_answer() -> None:
-    """Check that Google's store, or the one that TensorStore is told of, answers anything at all.
-
-    TensorStore and gcsfs log what they try where it does not. As they do, urllib goes through the
-    proxies of the environment.
-
-    Raises:
-      ConnectionError: it does not answer for some seconds.
-    """
-    url = os.environ.get("TENSORSTORE_GCS_HTTP_URL") or "https://storage.googleapis.com"
-    for pause_s in (0.5, 1.0, 2.0, None):  # a machine that has just started may have no network yet
-        try:
-            urllib.request.urlopen(url, timeout=_ANSWER_S).close()
-        except urllib.error.HTTPError:
-            return
-        except OSError as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, ssl.SSLError):  # TensorStore has certificates of its own
-                return
-            if pause_s is None:
-                why = getattr(reason, "strerror", None) or reason
-                raise ConnectionError(f"{url}: {why}") from error
-            time.sleep(pause_s)
-        else:
-            return
-
-
-def open_store(directory: Any, max_retries: int = 4) -> Any:
+def open_store(directory: epath.PathLike, max_retries: int = 4) -> Any:
     """The `tensorstore.KvStore` at a directory of a bucket; it gives up after a few seconds, and
     with more retries after 4 s for each."""
     import tensorstore  # comes with Orbax
@@ -164,7 +143,7 @@ def open_store(directory: Any, max_retries: int = 4) -> Any:
 
 
 @contextlib.contextmanager
-def reporting(path: Any) -> Generator[None, None, None]:
+def reporting(path: epath.PathLike) -> Generator[None, None, None]:
     """Raise as OSError, in one line, what libraries raise over a bucket, which is of any type.
 
     Over a path on a disk nothing is changed.
@@ -182,10 +161,10 @@ def reporting(path: Any) -> Generator[None, None, None]:
         raise OSError(f"{path} cannot be used ({reason}); {way_out}.") from error
 
 
-def may_pass(error: BaseException, path: Any) -> bool:
+def is_transient(error: BaseException, path: epath.PathLike) -> bool:
     """Whether an error in the use of a path is the network's or the store's, and says nothing of
     what lies there: another attempt may not meet it."""
-    if isinstance(error, TimeoutError | ConnectionError) or _PASSING.search(str(error)):
+    if isinstance(error, TimeoutError | ConnectionError) or _TRANSIENT.search(str(error)):
         return True
     if not is_remote(path) or importlib.util.find_spec("gcsfs") is None:
         return False
@@ -195,7 +174,7 @@ def may_pass(error: BaseException, path: Any) -> bool:
 
 
 @contextlib.contextmanager
-def naming(path: Any) -> Generator[None, None, None]:
+def naming(path: epath.PathLike) -> Generator[None, None, None]:
     """Name the path in an error of the system that names none: a write does not know its file."""
     try:
         yield
@@ -205,33 +184,33 @@ def naming(path: Any) -> Generator[None, None, None]:
         raise
 
 
-def make_directory(path: Workdir) -> None:
+def make_directory(path: epath.PathLike) -> None:
     """Make a directory and its parents; in a bucket there are none."""
     if not is_remote(path):
-        path.mkdir(parents=True, exist_ok=True)
+        os.makedirs(path, exist_ok=True)
 
 
-def write_bytes(path: Workdir, content: bytes) -> None:
+def write_bytes(path: epath.PathLike, content: bytes) -> None:
     """Write a file, which no one sees in part, and its directory if there is none.
 
     Raises:
       OSError: it cannot be written.
     """
     if is_remote(path):
-        require_access(path)
         with reporting(path):
-            path.write_bytes(content)
+            epath.Path(path).write_bytes(content)
         return
-    with replacing(Path(path)) as temporary:
+    with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Generator[Path, None, None]:
+def replacing(path: epath.PathLike) -> Generator[Path, None, None]:
     """A path to write to; at the end of the block it replaces the file `path` on a disk.
 
     An error in the block leaves the file as it was. Its directory is made if there is none.
     """
+    path = Path(path)
     make_directory(path.parent)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
@@ -247,35 +226,25 @@ def replacing(path: Path) -> Generator[Path, None, None]:
         temporary.unlink(missing_ok=True)
 
 
-def why_not_written(path: Path, *, replaced: bool) -> str | None:
-    """Why no file can be written at a path on a disk, in words that follow its name, or None.
+def check_writable(path: epath.Path) -> None:
+    """Check that a file can be written, before the work whose result it is to hold; its directory
+    is made if there is none.
 
-    Args:
-      path: of the file.
-      replaced: whether `replacing` writes it, which makes its directory.
+    Raises:
+      OSError: it cannot.
     """
-    if re.match(r"[A-Za-z][\w+.-]+:/", os.fspath(path)):  # `Path` leaves one slash of gs://
-        return "is no path on a disk"
     if path.is_dir():
-        return "is a directory"
-    folder = path.parent
-    while replaced and not os.path.lexists(folder):
-        folder = folder.parent
-    if not folder.is_dir():
-        return (
-            f"lies in {folder}, which {'is no directory' if folder.exists() else 'does not exist'}"
-        )
-    if not replaced and path.exists():
-        return None if os.access(path, os.W_OK) else "cannot be written to"
-    is_open = os.access(folder, os.W_OK | os.X_OK)
-    return None if is_open else f"lies in {folder}, which cannot be written to"
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not is_remote(path):
+        make_directory(path.parent)
+        tempfile.TemporaryFile(dir=path.parent).close()
 
 
-def write_text(path: Workdir, text: str) -> None:
+def write_text(path: epath.PathLike, text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def read_text(path: Workdir) -> str | None:
+def read_text(path: epath.PathLike) -> str | None:
     """The text of a file; None if there is none.
 
     Raises:
@@ -287,17 +256,16 @@ def read_text(path: Workdir) -> str | None:
         return None if content is None else content.decode()
 
 
-def _read_bytes(path: Workdir, most: int | None = None) -> bytes | None:
-    require_access(path)
+def _read_bytes(path: epath.PathLike, most: int | None = None) -> bytes | None:
     with reporting(path):
         try:
             require_file(path, most)
-            return path.read_bytes()
+            return epath.Path(path).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
 
-def require_file(path: Workdir, most: int | None = _LARGEST_TEXT) -> None:
+def require_file(path: epath.PathLike, most: int | None = _LARGEST_TEXT) -> None:
     """Check that what is read as a whole from a disk ends, as a device or a pipe may not.
 
     Raises:
@@ -306,7 +274,7 @@ def require_file(path: Workdir, most: int | None = _LARGEST_TEXT) -> None:
     """
     if is_remote(path):
         return
-    status = Path(path).stat()
+    status = os.stat(path)
     with about(path):
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise ValueError("it is no regular file; put one there.")
@@ -314,7 +282,7 @@ def require_file(path: Workdir, most: int | None = _LARGEST_TEXT) -> None:
             raise ValueError(f"it has {status.st_size:,} bytes; no such file has over {most:,}.")
 
 
-def set_aside(path: Workdir, why: str = "damaged") -> Workdir:
+def set_aside(path: epath.Path, why: str = "damaged") -> epath.Path:
     """Rename what is at a path to `NAME.damaged`, or `NAME.damaged-2` and so on.
 
     In a bucket this copies files.
@@ -324,8 +292,8 @@ def set_aside(path: Workdir, why: str = "damaged") -> Workdir:
     """
     names = [f"{path.name}.{why}", *(f"{path.name}.{why}-{n}" for n in range(2, 1000))]
 
-    def is_taken(candidate: Workdir) -> bool:
-        return candidate.exists() or os.path.lexists(candidate)  # a link to nothing does not exist
+    def is_taken(candidate: epath.Path) -> bool:
+        return candidate.exists() or os.path.lexists(candidate)  # epath follows links
 
     target = next(p for p in map(path.with_name, names) if not is_taken(p))
     path.rename(target)
@@ -342,7 +310,7 @@ class LineFile:
 
     def __init__(
         self,
-        path: Workdir,
+        path: epath.PathLike,
         may_write: Callable[[], None] = lambda: None,
         every_s: float = _UPLOAD_EVERY_S,
     ) -> None:
@@ -351,11 +319,11 @@ class LineFile:
         Raises:
           OSError: the file cannot be written.
         """
-        self._path, self._may_write, self._every_s = path, may_write, every_s
+        self._path, self._may_write, self._every_s = epath.Path(path), may_write, every_s
         self._file: IO[bytes] | None = None
         if not is_remote(path):
-            make_directory(path.parent)
-            self._file = path.open("ab+")
+            make_directory(self._path.parent)
+            self._file = open(path, "ab+")  # noqa: SIM115
             if self._file.tell() and not _ends_with_newline(self._file):
                 self.write("")  # a kill came while the last line was being written
             return
@@ -416,7 +384,7 @@ def _ends_with_newline(file: IO[bytes]) -> bool:
 
 
 def read_json_lines(
-    path: Workdir, *keys: str, parse: Callable[[dict[str, Any]], Any] = dict
+    path: epath.PathLike, *keys: str, parse: Callable[[dict[str, Any]], Any] = dict
 ) -> list[Any]:
     """What `parse` makes of the JSON objects in a file of lines, those that have all of `keys`;
     none without a file.
@@ -457,7 +425,7 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deep to be read as JSON") from None
 
 
-def read_json(path: Workdir) -> Any:
+def read_json(path: epath.PathLike) -> Any:
     """The value in a JSON file; None if there is no file.
 
     Raises:
@@ -468,7 +436,7 @@ def read_json(path: Workdir) -> Any:
         return None if text is None else parse_json(text)
 
 
-def read_json_object(path: Workdir) -> dict[str, Any]:
+def read_json_object(path: epath.PathLike) -> dict[str, Any]:
     """The fields of a JSON object in a file of the user's.
 
     Raises:
@@ -477,10 +445,10 @@ def read_json_object(path: Workdir) -> dict[str, Any]:
     """
     with about(path):
         require_file(path)
-        return read_as(dict[str, Any], parse_json(path.read_bytes()))
+        return read_as(dict[str, Any], parse_json(epath.Path(path).read_bytes()))
 
 
-def write_json(path: Workdir, value: Any) -> None:
+def write_json(path: epath.PathLike, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2) + "\n")
 
 
@@ -492,10 +460,12 @@ def json_number(value: Any) -> int | float | str:
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
-def sha256_of(path: Workdir, progress: Callable[[int], None] = lambda num_bytes: None) -> str:
+def sha256_of(
+    path: epath.PathLike, progress: Callable[[int], None] = lambda num_bytes: None
+) -> str:
     """SHA-256 of a file, in hex; `progress` gets the bytes of each block that is read."""
     sha = hashlib.sha256()
-    with path.open("rb") as file:
+    with open(path, "rb") as file:
         while block := file.read(_BLOCK_BYTES):
             sha.update(block)
             progress(len(block))
@@ -522,7 +492,7 @@ def cache_directory() -> Path:
     return path
 
 
-def try_lock(file: IO[Any], path: Workdir, patience_s: float = 0.0) -> bool:
+def try_lock(file: IO[Any], path: epath.PathLike, patience_s: float = 0.0) -> bool:
     """Take the kernel's advisory lock on an open file of a disk, which ends with the process.
 
     Waits `patience_s` for its owner. Returns whether the lock is ours; on file systems without
@@ -543,7 +513,7 @@ def try_lock(file: IO[Any], path: Workdir, patience_s: float = 0.0) -> bool:
         _LOGGER.warning(
             "%s: this file system has no locks (%s): make sure yourself that nobody else writes "
             "there",
-            path.parent,
+            os.path.dirname(path),
             error.strerror,
         )
     return True

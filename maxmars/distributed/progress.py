@@ -20,10 +20,11 @@ import rich.console
 import rich.progress
 import rich.table
 import rich.text
+from etils import epath
 
 from maxmars.config.numbers import duration
 from maxmars.distributed.exits import leaving_at_once
-from maxmars.distributed.files import LineFile, Workdir
+from maxmars.distributed.files import LineFile
 from maxmars.distributed.workdir import LOGS, of_process
 
 _DELAY_S = 2.0
@@ -242,10 +243,10 @@ class HostLog(contextlib.AbstractContextManager["HostLog"]):
     """
 
     def __init__(
-        self, workdir: Workdir, process: int, *, may_write: Callable[[], None] = lambda: None
+        self, workdir: epath.PathLike, process: int, *, may_write: Callable[[], None] = lambda: None
     ) -> None:
         """Open `<workdir>/logs/host_<process>.log`; for `may_write` see `files.LineFile`."""
-        self.path = workdir / of_process(LOGS, process, ".log")
+        self.path = epath.Path(workdir) / of_process(LOGS, process, ".log")
         self._lines = LineFile(self.path, may_write)
 
     def __enter__(self) -> HostLog:

@@ -11,14 +11,16 @@ import dataclasses
 from pathlib import Path
 from typing import TypeVar
 
+from etils import epath
+
 from maxmars.config.own_modules import digest_of, files_of
 from maxmars.config.user_code import Source, with_sources
-from maxmars.distributed.files import Workdir, cache_directory, is_remote, write_bytes
+from maxmars.distributed.files import cache_directory, is_remote, write_bytes
 
 Part = TypeVar("Part")
 
 
-def recorded_code(part: Part, run: Workdir, folder: str) -> Part:
+def recorded_code(part: Part, run: epath.Path, folder: str) -> Part:
     """A part of a run's config, with each function in the copy of its file that the run keeps.
 
     Args:
@@ -36,7 +38,7 @@ def recorded_code(part: Part, run: Workdir, folder: str) -> Part:
     return with_sources(part, lambda source: recorded_copy(source, run, folder, way_out))
 
 
-def recorded_copy(source: Source, run: Workdir, folder: str, way_out: str) -> Source:
+def recorded_copy(source: Source, run: epath.PathLike, folder: str, way_out: str) -> Source:
     """A function in the copy of its file that `run` keeps in `folder`; for a bucket, in a copy of
     that on the disk.
 
@@ -44,7 +46,7 @@ def recorded_copy(source: Source, run: Workdir, folder: str, way_out: str) -> So
       ValueError: the copy is missing, lies outside of `run` by a link, or has another SHA-256 than
         `source`. The message ends with `way_out`.
     """
-    kept = run / folder / Path(source.file).name
+    kept = epath.Path(run) / folder / Path(source.file).name
     is_inside = is_remote(kept) or Path(kept).resolve().is_relative_to(Path(run).resolve())
     files = files_of(kept) if is_inside and kept.is_file() else {}
     sha256 = digest_of(files)
@@ -57,7 +59,7 @@ def recorded_copy(source: Source, run: Workdir, folder: str, way_out: str) -> So
             f"as it was recorded; {way_out}."
         )
     if is_remote(kept):
-        kept = cache_directory() / "sources" / sha256 / kept.name
+        kept = epath.Path(cache_directory()) / "sources" / sha256 / kept.name
         for name, text in files.items():
             write_bytes(kept.parent / name, text)
     return dataclasses.replace(source, file=str(kept), is_recorded=False)

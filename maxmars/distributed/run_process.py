@@ -132,7 +132,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         """Count this start and meet the other processes; every process of the run calls.
 
         Args:
-          workdir: directory of the run, of the type `files.Workdir`.
+          workdir: `epath.Path` of the directory of the run.
           newest_step: gives the step of its newest checkpoint, 0 without one; None while another
             start owns it, whose files this one leaves alone.
           coordinator: this and the next three as in `processes.initialize`.
@@ -223,7 +223,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
                 if _read_starts(workdir).start == start:
                     (workdir / STARTS).unlink(missing_ok=True)
                 for path in self._made:  # nothing is to be left of a run that was refused
-                    path.rmdir()
+                    os.rmdir(path)
 
     # --- requests to stop ------------------------------------------------------------------------
 

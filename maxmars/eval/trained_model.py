@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
@@ -40,10 +41,9 @@ from maxmars.data import tokenizer as tokenizers
 from maxmars.data.tokenizer import GPT2Tokenizer, Tokenizer
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import (
-    Workdir,
+    is_remote,
     naming,
     read_json,
-    require_access,
     resolve,
 )
 from maxmars.distributed.progress import Progress
@@ -174,9 +174,9 @@ class Target:
 
     path: str
     """As it was given to `find_target`."""
-    directory: Workdir
+    directory: epath.Path
     """Working directory of the run, or directory of the Hugging Face model."""
-    checkpoints: Workdir | None = None
+    checkpoints: epath.Path | None = None
     """Directory of the run's checkpoints; None of a Hugging Face model."""
     step: int | None = None
     """The checkpoint; None is the newest sound one."""
@@ -233,7 +233,7 @@ class Target:
         return str(stored.path)
 
     @property
-    def tokenizer_place(self) -> Workdir:
+    def tokenizer_place(self) -> epath.Path:
         """The directory of the tokenizer's files."""
         return self.directory if self.checkpoints is None else self.directory / TOKENIZER
 
@@ -327,9 +327,8 @@ def find_target(path: str | Path) -> Target:
     """
     if hub.is_on_hub(path):
         snapshot = hub.fetch(path)
-        return Target(path=str(path), directory=snapshot.directory, snapshot=snapshot)
+        return Target(path=str(path), directory=epath.Path(snapshot.directory), snapshot=snapshot)
     directory = resolve(path)
-    require_access(directory)
     if not directory.exists():
         raise FileNotFoundError(
             f"{path} does not exist; name the working directory of a run, such as "
@@ -337,11 +336,10 @@ def find_target(path: str | Path) -> Target:
             "hub (hf:OWNER/NAME)."
         )
     if (checkpoints_and_step := find(directory)) is not None:
-        place, step = checkpoints_and_step
-        checkpoints = resolve(place)
+        checkpoints, step = checkpoints_and_step
         run = checkpoints.parent
         return Target(path=str(path), directory=run, checkpoints=checkpoints, step=step)
-    if isinstance(directory, Path) and huggingface.is_hf_directory(directory):
+    if not is_remote(directory) and huggingface.is_hf_directory(Path(directory)):
         return Target(path=str(path), directory=directory)
     if (directory / CHECKPOINTS).is_dir() or directory.name == CHECKPOINTS:
         raise FileNotFoundError(

@@ -147,7 +147,7 @@ def audit(
     checkpoints, named = find(directory) or (None, None)
     if checkpoints is None or named is not None:
         raise FileNotFoundError(f"{directory} is not the directory of a run with checkpoints.")
-    directory = resolve(checkpoints.parent)  # of the run, also where its checkpoints were named
+    directory = checkpoints.parent  # of the run, also where its checkpoints were named
     steps = list_steps(checkpoints)
     newest = read(checkpoints)
     config = newest.config
@@ -179,7 +179,7 @@ def audit(
         if since is not None and config.checkpoint.keep_best is not None:
             return set(now)  # the changed losses do not say which one was the best
         losses = validation_losses(read_metrics(directory))
-        return Retention(config.checkpoint, losses).kept(now)
+        return Retention(config.checkpoint, losses).choose(now)
 
     problems += _check_checkpoints(checkpoints, steps, kept, chain, log, arrays=compare_arrays)
     replayed = None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
+from etils import epath
 
 from maxmars.checkpoint import Checkpoint
 from maxmars.checkpoint.journal import lines_until, read_journal, session_starts, trajectory
@@ -21,7 +22,7 @@ from maxmars.config import GPT2Config, ModelConfig, to_dict
 from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
 from maxmars.config.numbers import short
-from maxmars.distributed.files import Workdir, read_json, read_json_object, resolve, write_text
+from maxmars.distributed.files import read_json, read_json_object, write_text
 from maxmars.distributed.workdir import DATA
 from maxmars.eval.hellaswag import METRICS, describe_count
 from maxmars.eval.report import harness_rows
@@ -124,8 +125,8 @@ def write_card(
     write_text(directory / CARD, f"---\n{fields}---\n\n{_FOLDERS.sub('', body)}")
 
 
-def _run_of(stored: Checkpoint) -> Workdir:
-    return resolve(stored.path).parent.parent
+def _run_of(stored: Checkpoint) -> epath.Path:
+    return stored.path.parent.parent
 
 
 def _training(stored: Checkpoint, model: ModelConfig) -> list[tuple[str, Any]]:
@@ -160,11 +161,11 @@ def _training(stored: Checkpoint, model: ModelConfig) -> list[tuple[str, Any]]:
     ]
 
 
-def _data(run: Workdir) -> list[dict[str, Any]]:
+def _data(run: epath.Path) -> list[dict[str, Any]]:
     return (read_json(run / DATA) or {}).get("parts", [])
 
 
-def _audit(run: Workdir) -> str:
+def _audit(run: epath.Path) -> str:
     try:
         text = audit(run, compare_arrays=False, log=lambda text: None).text
     except (*EXTERNAL_ERRORS, DamagedError) as error:

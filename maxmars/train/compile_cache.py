@@ -17,14 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 from jax.experimental.compilation_cache import compilation_cache
 
-from maxmars.distributed.files import Workdir, cache_directory, is_remote
+from maxmars.distributed.files import cache_directory, is_remote
 
 _SHORTEST_S = 0.1  # what compiles faster is not worth a file
 
 
-def keep_beside(workdir: Workdir, platform: str) -> None:
+def keep_beside(workdir: epath.PathLike, platform: str) -> None:
     """Keep what JAX compiles in `.jax_cache` beside a run's directory.
 
     Not for a workdir in a bucket. Not on CPUs: XLA does not tell all CPUs apart, and a program from

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from etils import epath
+
 from maxmars.checkpoint.journal import (
     Began,
     Ended,
@@ -28,7 +30,7 @@ from maxmars.checkpoint.journal import (
     session_starts,
 )
 from maxmars.distributed import processes
-from maxmars.distributed.files import LineFile, Workdir
+from maxmars.distributed.files import LineFile
 from maxmars.distributed.workdir import JOURNAL, METRICS
 from maxmars.train.clock import Clock
 
@@ -63,7 +65,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
     def __init__(
         self,
-        workdir: Workdir,
+        workdir: epath.Path,
         clock: Clock,
         began: Began,
         *,

@@ -7,9 +7,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from etils import epath
+
 from maxmars.config import TrainConfig
 from maxmars.distributed import processes
-from maxmars.distributed.files import Workdir, resolve
+from maxmars.distributed.files import resolve
 from maxmars.distributed.run_process import RunProcess, StopRequestedError
 from maxmars.train.auto import noting_less_memory
 from maxmars.train.clock import Clock
@@ -36,7 +38,7 @@ class TrainResult:
     eval_loss: float | None
     """Last validation loss, nats a token. Of several processes only the first, which keeps the
     metrics, has the two losses; None also where a run recorded none."""
-    workdir: Workdir
+    workdir: epath.Path
     """Directory of the run; `<workdir>/checkpoints/<step>` is complete."""
 
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from maxmars.distributed.files import Workdir, read_json_lines
+from etils import epath
+
+from maxmars.distributed.files import read_json_lines
 from maxmars.distributed.workdir import METRICS
 
 
-def read_metrics(workdir: Workdir) -> list[dict[str, Any]]:
+def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
     """The lines of `<workdir>/metrics.jsonl`; none if there is no such file.
 
     Each has the integer `step`; the other values are numbers, or "NaN", "Infinity", "-Infinity".
     """
-    return read_json_lines(workdir / METRICS, "step")
+    return read_json_lines(epath.Path(workdir) / METRICS, "step")
 
 
 def validation_losses(rows: Iterable[Mapping[str, Any]]) -> dict[int, float]:

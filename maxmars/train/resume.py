@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from etils import epath
 
 from maxmars.checkpoint import Checkpoint, read
 from maxmars.checkpoint.digest import leaf_paths, leaf_types
@@ -28,7 +29,6 @@ from maxmars.config import (
     to_dict,
 )
 from maxmars.config.user_code import Source
-from maxmars.distributed.files import Workdir
 from maxmars.distributed.workdir import SOURCES
 from maxmars.model.attention import choose_attention
 from maxmars.model.gpt2 import blocks_at_once
@@ -44,7 +44,7 @@ _MAY_CHANGE = re.compile(
 )
 
 
-def saved_run(checkpoints: Workdir, overrides: Sequence[str]) -> Checkpoint | None:
+def saved_run(checkpoints: epath.Path, overrides: Sequence[str]) -> Checkpoint | None:
     """What the newest checkpoint says of itself; None where there is nothing to continue.
 
     Raises:

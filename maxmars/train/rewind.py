@@ -61,7 +61,7 @@ def rewind(
     checkpoints, named = find(directory) or (None, None)
     if checkpoints is None or named is not None:
         raise FileNotFoundError(f"{directory} is not the directory of a run with checkpoints.")
-    directory = resolve(checkpoints.parent)  # of the run, also where its checkpoints were named
+    directory = checkpoints.parent  # of the run, also where its checkpoints were named
     lock = acquire(checkpoints)
     try:
         checkpoint, lines = _sound(checkpoints, to), read_journal(directory)

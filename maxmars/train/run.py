@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from etils import epath
 from jax.sharding import Mesh
 
 from maxmars.checkpoint import Checkpoint, Checkpointer
@@ -43,7 +44,7 @@ from maxmars.data.batches import (
 from maxmars.data.tokenizer import copy_tokenizer
 from maxmars.data.verification import Verification, own_share
 from maxmars.distributed import processes, sharding
-from maxmars.distributed.files import Workdir, is_remote, write_bytes, write_json
+from maxmars.distributed.files import is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
 from maxmars.distributed.workdir import (
     CHECKPOINTS,
@@ -97,7 +98,7 @@ class Evaluation:
 class Run:
     """A run that is open, and where it stands."""
 
-    workdir: Workdir
+    workdir: epath.Path
     clock: Clock
     progress: Progress
     training: Training
@@ -139,7 +140,7 @@ class _Checked:
 
 def open_run(
     requested: TrainConfig,
-    workdir: Workdir,
+    workdir: epath.Path,
     *,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
@@ -224,7 +225,7 @@ def open_run(
 
 def _check(
     requested: TrainConfig,
-    workdir: Workdir,
+    workdir: epath.Path,
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
     clock: Clock,
@@ -296,7 +297,7 @@ def _check(
     )
 
 
-def _rewound(workdir: Workdir, step: int) -> Rewound | None:
+def _rewound(workdir: epath.Path, step: int) -> Rewound | None:
     """`rewound_to` by the journal, which process 0 reads."""
 
     def read() -> str:
@@ -309,7 +310,7 @@ def _rewound(workdir: Workdir, step: int) -> Rewound | None:
     return line
 
 
-def _check_begins_at_random(workdir: Workdir) -> None:
+def _check_begins_at_random(workdir: epath.Path) -> None:
     """Refuse to begin a run at random whose last start began from other weights, and saved nothing;
     process 0 reads that from the journal, and every process raises."""
 
@@ -341,7 +342,7 @@ def _slow_network(config: TrainConfig, parameters: Parameters) -> list[str]:
 
 
 def _lock(
-    checked: _Checked, workdir: Workdir, progress: Progress, stack: contextlib.ExitStack
+    checked: _Checked, workdir: epath.Path, progress: Progress, stack: contextlib.ExitStack
 ) -> Checkpointer:
     """Take the workdir, so that no other run writes there, and describe this run in it."""
     training, log = checked.training, progress.message

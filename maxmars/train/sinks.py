@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from etils import epath
+
 from maxmars.checkpoint.journal import PrefixHash
 from maxmars.config import LogConfig, TrainConfig, to_dict
 from maxmars.config.errors import pip_install
@@ -23,7 +25,6 @@ from maxmars.config.numbers import short
 from maxmars.distributed import processes
 from maxmars.distributed.files import (
     LineFile,
-    Workdir,
     is_remote,
     json_number,
     read_json,
@@ -86,7 +87,7 @@ class MetricsFile(Sink):
 
     def __init__(
         self,
-        workdir: Workdir,
+        workdir: epath.Path,
         resume_step: int | None = None,
         *,
         may_write: Callable[[], None] = lambda: None,
@@ -189,7 +190,7 @@ class Foreign(Sink):
             return None
 
 
-def check_trackers(log: LogConfig, workdir: Workdir) -> None:
+def check_trackers(log: LogConfig, workdir: epath.Path) -> None:
     """Check that the trackers of a config can be used, before a workdir is begun.
 
     Raises:
@@ -225,7 +226,7 @@ def check_trackers(log: LogConfig, workdir: Workdir) -> None:
 
 def open_sinks(
     config: TrainConfig,
-    workdir: Workdir,
+    workdir: epath.Path,
     resume_step: int | None,
     *,
     tokens: Callable[[int], int],
@@ -254,7 +255,7 @@ def open_sinks(
 class _TensorBoard(Sink):
     """An event file for each start of a run; TensorBoard joins the files of a directory."""
 
-    def __init__(self, directory: Workdir, resume_step: int | None) -> None:
+    def __init__(self, directory: epath.Path, resume_step: int | None) -> None:
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(
@@ -286,7 +287,7 @@ class _WeightsAndBiases(Sink):
     def __init__(
         self,
         config: TrainConfig,
-        workdir: Workdir,
+        workdir: epath.Path,
         again: bool,
         mode: str,
         log: Callable[[str], None],

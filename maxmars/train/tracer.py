@@ -7,15 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 
-from maxmars.distributed.files import Workdir, is_remote, write_bytes
+from maxmars.distributed.files import is_remote, write_bytes
 from maxmars.distributed.workdir import PROFILE, of_process
 
 
 class StepTracer:
     """Traces some steps of a run; without `profile` none."""
 
-    def __init__(self, profile: tuple[int, int] | None, workdir: Workdir) -> None:
+    def __init__(self, profile: tuple[int, int] | None, workdir: epath.Path) -> None:
         """`profile`: the first and the last step, counted from 1 as in the metrics."""
         self._first, self.last = profile or (None, None)
         self._workdir = workdir
@@ -37,7 +38,7 @@ class StepTracer:
             )
 
     @property
-    def _directory(self) -> Workdir:
+    def _directory(self) -> epath.Path:
         return self._workdir / of_process(PROFILE, jax.process_index())
 
     def before(self, step: int, state: Any) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from etils import epath
 from refusals import refused
 
 from maxmars.data.corpus import FileRange, PythonSources, TextFiles, Texts
@@ -311,14 +312,16 @@ def test_a_text_that_changes_meanwhile_is_told_as_that(tmp_path):
         (tmp_path / f"{name}.txt").write_text(f"{name} " * 100)
     first = TextFiles([str(tmp_path / "a.txt")])
     recipe = Recipe(corpus=first, tokenizer=ByteTokenizer(), source="*.txt", task_bytes=50)
-    preparation = Preparation(recipe, tmp_path / "out")
+    preparation = Preparation(recipe, epath.Path(tmp_path) / "out")
     preparation.begin()
     preparation.run_task(0)
     before = sorted((tmp_path / "out").rglob("*"))
     os.utime(tmp_path / "a.txt", (1, 1))
     for corpus in (TextFiles([str(tmp_path / "a.txt")]), TextFiles([str(tmp_path / "*.txt")])):
         with refused(ValueError, tmp_path / "out", "another text", "*.txt") as raised:
-            Preparation(dataclasses.replace(recipe, corpus=corpus), tmp_path / "out").run()
+            Preparation(
+                dataclasses.replace(recipe, corpus=corpus), epath.Path(tmp_path) / "out"
+            ).run()
         assert corpus.fingerprint[:8] not in str(raised.value)
     assert sorted((tmp_path / "out").rglob("*")) == before
 
@@ -402,12 +405,14 @@ def test_another_process_may_complete_it_during_a_task(tmp_path):
         def encode(self, text):
             if not (tmp_path / "out" / "meta.json").exists():
                 recipe = Recipe(tokenizer=ByteTokenizer(), **options)
-                other = Preparation(recipe, tmp_path / "out")
+                other = Preparation(recipe, epath.Path(tmp_path) / "out")
                 other.run()
                 other.finish()
             return super().encode(text)
 
-    preparation = Preparation(Recipe(tokenizer=Overtaken(), **options), tmp_path / "out")
+    preparation = Preparation(
+        Recipe(tokenizer=Overtaken(), **options), epath.Path(tmp_path) / "out"
+    )
     preparation.run()
     assert preparation.finish() == run(documents(30), tmp_path / "whole", task_bytes=200)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

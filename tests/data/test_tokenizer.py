@@ -10,6 +10,7 @@ import hypothesis
 import numpy as np
 import pytest
 import tokenizers
+from etils import epath
 from hypothesis import strategies
 from refusals import refused
 
@@ -275,7 +276,7 @@ def saved(kinds, tmp_path_factory):
 
 def tokens_in(directory, name, digest):
     """What the ids of tokens in a directory mean, where its digest is known."""
-    place = None if digest is None else directory
+    place = None if digest is None else epath.Path(directory)
     return Vocabulary(tokenizer=name, size=257, digest=digest, place=place)
 
 

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from etils import epath
 from refusals import refused
 from token_directories import write_nanogpt, write_shards
 
@@ -20,7 +21,7 @@ def verify(directory, record):
     before = record.read_text().splitlines() if record.exists() else []
     damaged = threading.Event()
     files = open_directory(directory).files
-    with Verification(own_share(files), record) as verification:
+    with Verification(own_share(files), epath.Path(record)) as verification:
         verification.start(on_damage=damaged.set)
         try:
             verification.check(patience_s=60.0)
@@ -91,13 +92,15 @@ def test_a_record_without_the_time_of_the_last_change_of_status_still_counts(tmp
 
 def test_a_split_is_hashed_now_whatever_its_record_says(tmp_path):
     write_nanogpt(tmp_path / "tokens", STREAM, STREAM[:400])
-    verify(tmp_path / "tokens", tmp_path / "run" / "verified" / "host_000.jsonl")
+    run = epath.Path(tmp_path) / "run [1]"
+    assert hashed_by(run) == {}
+    verify(tmp_path / "tokens", run / "verified" / "host_000.jsonl")
     files = open_directory(tmp_path / "tokens").files
-    verify_split(files, "train", hashed_by(tmp_path / "run"))
+    verify_split(files, "train", hashed_by(run))
     other_tokens_with_size_and_time(tmp_path / "tokens" / "train.bin")
     verify_split(files, "train")  # nobody knows their checksum
     with refused(ValueError, tmp_path / "tokens" / "train.bin", "SHA-256"):
-        verify_split(files, "train", hashed_by(tmp_path / "run"))
+        verify_split(files, "train", hashed_by(run))
 
 
 def test_a_damaged_record_only_costs_time(directory, tmp_path):

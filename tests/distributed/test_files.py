@@ -10,10 +10,10 @@ import os
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
 import fake_gcs
 import pytest
+from etils import epath
 from refusals import refused
 
 from maxmars import cli
@@ -24,10 +24,8 @@ def test_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert files.resolve("a/b") == files.resolve("~/a/b") == tmp_path / "a/b"
-    assert type(files.resolve("a")) is type(Path("a"))
-    path = files.resolve("gs://bucket/run")
-    assert os.fspath(path / "checkpoints") == "gs://bucket/run/checkpoints"
-    assert files.is_remote(path)
+    assert isinstance(files.resolve(tmp_path), epath.Path)
+    assert files.is_remote(epath.Path("gs://bucket/run"))
     assert not files.is_remote(files.resolve("a"))
     for wrong in ("gs:/bucket/run", "gs:///run", "gs://", "s3://bucket/run"):
         with refused(ValueError, wrong, "gs://BUCKET/"):
@@ -177,7 +175,6 @@ from maxmars.distributed import files
 
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 run = files.resolve("gs://bucket/run")
-files.require_access(run)
 path = run / "file.json"
 assert files.read_text(path) is None
 for text in ("one", "zwei"):
@@ -240,7 +237,7 @@ errors = {}
 for bucket in sys.argv[1:]:
     started = time.monotonic()
     try:
-        files.require_access(f"gs://{bucket}/run")
+        files.resolve(f"gs://{bucket}/run")
         place = f"gs://{bucket}/run/checkpoints"
         with files.reporting(place):
             files.open_store(place).write("a", b"").result()
@@ -279,17 +276,13 @@ def test_buckets_that_cannot_be_used_are_told_in_a_line_each():
 COMMANDS_ON_A_BUCKET = (
     "train quickstart --workdir gs://bucket/run --num-processes 1",
     "train quickstart:data=gs://bucket/tokens --num-processes 1",
-    "train quickstart --init-from gs://bucket/run --num-processes 1",
-    "generate gs://bucket/run --prompt a",
     "audit gs://bucket/run",
-    "plan quickstart:data=gs://bucket/tokens --topology cpu:8",
-    "data inspect gs://bucket/tokens",
     "data prepare gs://bucket/*.txt tokens",
-    "data prepare python gs://bucket/tokens",
 )
 
 
 @needs_gcsfs
+@pytest.mark.seconds
 @pytest.mark.parametrize("command", COMMANDS_ON_A_BUCKET)
 def test_a_store_that_is_not_reached_is_told_in_a_line_by_every_command(
     command, tmp_path, monkeypatch, capsys
@@ -297,10 +290,9 @@ def test_a_store_that_is_not_reached_is_told_in_a_line_by_every_command(
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("time.sleep", lambda seconds: None)
     with pytest.raises(SystemExit) as stop:
         cli.main(command.split())
     assert stop.value.code in (1, 2)
     [line] = capsys.readouterr().err.splitlines()
     assert "gs://bucket" in line
-    assert "127.0.0.1:9" in line
+    assert "check the network" in line

@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import tiny
+from etils import epath
 from refusals import refused
 
 from maxmars.checkpoint import read
@@ -209,7 +210,8 @@ def session_of(time, directory, first_step, last_step, *, kill=False):
     every 50 steps."""
     clock = Clock(now=time)
     clock.start = time.now
-    with Journal(directory, clock, tiny.began_at(first_step, start=clock.start)) as journal:
+    began = tiny.began_at(first_step, start=clock.start)
+    with Journal(epath.Path(directory), clock, began) as journal:
         time.now += 10
         journal.begin([])
         for step in range(first_step, last_step + 1):

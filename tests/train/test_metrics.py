@@ -4,6 +4,7 @@ import contextlib
 import json
 
 import pytest
+from etils import epath
 
 from maxmars.config import GPT2Config
 from maxmars.model.parameters import Parameters
@@ -13,7 +14,7 @@ from maxmars.train.summary import best_evaluation
 
 
 def write_steps(workdir, steps, **kwargs):
-    file = MetricsFile(workdir, **kwargs)
+    file = MetricsFile(epath.Path(workdir), **kwargs)
     for step in steps:
         file.write(step, {"train/loss": float(step)})
     file.close()
@@ -38,7 +39,7 @@ def test_a_line_cut_short_by_a_crash_is_dropped(tmp_path):
 
 
 def test_values_that_are_not_finite_stay_valid_json(tmp_path):
-    with contextlib.closing(MetricsFile(tmp_path)) as file:
+    with contextlib.closing(MetricsFile(epath.Path(tmp_path))) as file:
         file.write(1, {"a": float("nan"), "b": float("inf"), "c": float("-inf"), "d": 3})
 
     def reject(constant):

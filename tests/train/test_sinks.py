@@ -8,12 +8,12 @@ import time
 
 import numpy as np
 import pytest
+from etils import epath
 from refusals import refused
 from tensorboardX.proto import event_pb2
 from tiny import short_config
 
 from maxmars.config import CheckpointConfig, LogConfig
-from maxmars.distributed import files
 from maxmars.distributed.progress import Progress
 from maxmars.train import train
 from maxmars.train.metrics import read_metrics
@@ -95,7 +95,7 @@ def test_files_of_wandb_do_not_go_into_a_bucket(monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     with refused(ValueError, "log.wandb=offline", "gs://b/run"):
-        check_trackers(LogConfig(wandb="offline"), files.resolve("gs://b/run"))
+        check_trackers(LogConfig(wandb="offline"), epath.Path("gs://b/run"))
 
 
 class Service(Sink):
@@ -124,7 +124,7 @@ def test_a_service_that_fails_is_dropped_with_one_warning(tmp_path, fails):
     bad, good, logged = Service(fails), Service(), []
     services = [Foreign("W&B", lambda: bad, logged.append)]
     services.append(Foreign("TensorBoard", lambda: good, logged.append))
-    with Sinks(MetricsFile(tmp_path), services, lambda step: 16 * step) as sinks:
+    with Sinks(MetricsFile(epath.Path(tmp_path)), services, lambda step: 16 * step) as sinks:
         sinks.write(1, {"a": 1.0})
         sinks.sync()
         sinks.write(2, {"a": 2.0})
@@ -135,11 +135,16 @@ def test_a_service_that_fails_is_dropped_with_one_warning(tmp_path, fails):
 
 
 def opened(config, directory, resume_step, log):
+    directory = epath.Path(directory)
     progress = Progress(quiet=True)
     progress.copy_to(log)
     tokens = config.tokens_per_step
     return open_sinks(
-        config, directory, resume_step, tokens=lambda step: step * tokens, progress=progress
+        config,
+        epath.Path(directory),
+        resume_step,
+        tokens=lambda step: step * tokens,
+        progress=progress,
     )
 
 
@@ -188,7 +193,7 @@ def test_wandb_itself_gets_every_line_without_a_network_also_of_steps_made_again
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_MODE", raising=False)
     config = short_config(tmp_path / "tokens", log=LogConfig(wandb="offline"))
-    check_trackers(config.log, tmp_path)
+    check_trackers(config.log, epath.Path(tmp_path))
     logged, files_of_starts, numbers = [], [], []
 
     def start(resume_step, *lines):
@@ -238,4 +243,4 @@ def test_without_an_account_wandb_online_is_refused(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE"):
         monkeypatch.delenv(name, raising=False)
     with refused(ValueError, "log.wandb=online", "wandb login", "WANDB_API_KEY"):
-        check_trackers(LogConfig(wandb="online"), tmp_path)
+        check_trackers(LogConfig(wandb="online"), epath.Path(tmp_path))
