@@ -36,10 +36,9 @@ from maxmars.distributed.files import (
     read_json,
     read_json_lines,
     try_lock,
-    write_bytes,
     write_json,
 )
-from maxmars.distributed.recorded_code import Part, recorded_copy
+from maxmars.distributed.recorded_code import Part, keep_code, recorded_copy
 
 COMPARISON = "compare.json"
 _ROWS = "rows.jsonl"
@@ -226,8 +225,7 @@ def _keep_code(config: TrainConfig, workdir: Path) -> None:
     """Copy the Python files that a config names to where `with_kept_code` finds them."""
     for source in sources_in(config):
         if source.as_it_is() == source:
-            for name, text in source.files().items():
-                write_bytes(workdir / _kept_in(source) / name, text)
+            keep_code(source, workdir, _kept_in(source))
 
 
 def _kept_in(source: Source) -> str:

@@ -15,7 +15,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -89,16 +89,18 @@ def run_files(path: Path, files: Files) -> types.ModuleType:
       ValueError: it is no Python, or two files of one name would be imported in this process. Any
         other exception was raised by the file's own code.
     """
-    first, *others = files.items()
-    _IMPORTS.add(path.parent, others)
-    return _run(path.resolve(), str(path), (first, *others))
+    (first, text), *others = files.items()
+    imported = {name for file, text in others for name in _imported(file, text)}
+    _IMPORTS.add(path.parent, [*others, (first, text)] if first in imported else others)
+    name = path.stem
+    if first not in imported:  # a name of its own, so that a config called gpt2.py hides no module
+        name = f"maxmars_user_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    return _run(name, str(path), tuple(files.items()))
 
 
 @functools.cache
-def _run(path: Path, shown: str, files: tuple[tuple[str, bytes], ...]) -> types.ModuleType:
-    # A name of its own, so that a config called gpt2.py hides no module; registered because
-    # dataclasses of the file look their module up.
-    module = types.ModuleType(f"maxmars_user_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}")
+def _run(name: str, shown: str, files: tuple[tuple[str, bytes], ...]) -> types.ModuleType:
+    module = types.ModuleType(name)  # registered, as dataclasses of the file look their module up
     module.__file__ = shown
     sys.modules[module.__name__] = module
     _execute(module, shown, files[0][1])
@@ -138,16 +140,19 @@ class _Imports(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         for name, (file, text) in new.items():
             if name in self._files:
                 known, known_text = self._files[name]
-            elif name in sys.modules:
-                known = Path(getattr(sys.modules[name], "__file__", None) or "built in")
-                known_text = None
             else:
-                continue
+                present = getattr(sys.modules.get(name), "__file__", None)
+                if present is None and "." not in name:  # a package that is imported later
+                    present = getattr(PathFinder.find_spec(name), "origin", None)
+                if present is None:
+                    continue
+                known = Path(present)
+                known_text = known.read_bytes() if known.resolve() == file.resolve() else None
             if known_text == text:
                 continue
             if known.resolve() != file.resolve():
                 raise ValueError(
-                    f"{file} would be imported as {name}, which is {known} in this process; "
+                    f"{file} would be imported as {name}, which is {known} already; "
                     "rename one of them."
                 )
             changed = True

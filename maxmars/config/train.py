@@ -234,12 +234,10 @@ class TrainConfig(CheckedConfig):
         refuse_credentials(self, "")
         for part in ("data", "model", "optimizer", "eval"):
             for source, other in itertools.combinations(sources_in(getattr(self, part)), 2):
-                is_one_folder = Path(source.file).parent == Path(other.file).parent
-                both = set() if is_one_folder else source.names() & other.names()
                 require(
-                    not both,
-                    f"{part} names {source!r} and {other!r}, which both have a file "
-                    f"{', '.join(both)}, of which a run could keep only one; rename one.",
+                    source.file == other.file or Path(source.file).name != Path(other.file).name,
+                    f"{part} names {source!r} and {other!r}, of which a run could keep only one, "
+                    "as their files have the same name; rename one.",
                 )
         require(
             self.num_microbatches is None or self.global_batch_size % self.num_microbatches == 0,

@@ -124,11 +124,6 @@ class Source:
             )
         return _read(Path(self.file), digest)
 
-    def names(self) -> set[str]:
-        """The files of `files`, by their paths relative to the folder of the first."""
-        path = Path(self.file)
-        return {*files_of(path)} if path.is_file() else {path.name}
-
     @property
     def written(self) -> str:
         """`FILE.py:NAME` or `module:NAME`, as a user writes it."""

@@ -38,6 +38,20 @@ def recorded_code(part: Part, run: epath.Path, folder: str) -> Part:
     return with_sources(part, lambda source: recorded_copy(source, run, folder, way_out))
 
 
+def keep_code(source: Source, run: epath.PathLike, folder: str) -> None:
+    """Copy the files of a function to where `recorded_copy` finds them: one file into `folder`,
+    several into a folder of their own there, where nothing else can be imported."""
+    files = source.files()
+    place = epath.Path(run) / folder
+    place = place if len(files) == 1 else place / _short(source)
+    for name, text in files.items():
+        write_bytes(place / name, text)
+
+
+def _short(source: Source) -> str:
+    return (source.sha256 or "none")[:16]
+
+
 def recorded_copy(source: Source, run: epath.PathLike, folder: str, way_out: str) -> Source:
     """A function in the copy of its file that `run` keeps in `folder`; for a bucket, in a copy of
     that on the disk.
@@ -46,17 +60,18 @@ def recorded_copy(source: Source, run: epath.PathLike, folder: str, way_out: str
       ValueError: the copy is missing, lies outside of `run` by a link, or has another SHA-256 than
         `source`. The message ends with `way_out`.
     """
-    kept = epath.Path(run) / folder / Path(source.file).name
+    place, name = epath.Path(run) / folder, Path(source.file).name
+    kept = place / _short(source) / name
+    kept = kept if kept.is_file() else place / name
     is_inside = is_remote(kept) or Path(kept).resolve().is_relative_to(Path(run).resolve())
     files = files_of(kept) if is_inside and kept.is_file() else {}
     sha256 = digest_of(files)
     if sha256 != source.sha256:
         found = f"has the SHA-256 {sha256[:16]}" if kept.is_file() else "is missing"
         found = found if is_inside else "is a link to elsewhere"
-        recorded = (source.sha256 or "none")[:16]
         raise ValueError(
-            f"{kept} {found}, and the record says {recorded}: code that a record names runs only "
-            f"as it was recorded; {way_out}."
+            f"{kept} {found}, and the record says {_short(source)}: code that a record names runs "
+            f"only as it was recorded; {way_out}."
         )
     if is_remote(kept):
         kept = epath.Path(cache_directory()) / "sources" / sha256 / kept.name

@@ -218,7 +218,7 @@ def pack(
     own: set[Path] = set()
 
     def add(file: Path, files: Mapping[str, bytes], place: Path) -> None:
-        own.update(file.parent / relative for relative in files)
+        own.update((file.parent / relative).resolve() for relative in files)
         contents.update({str(place / relative): text for relative, text in files.items()})
 
     add(path, files_of(path), Path(name).parent)
@@ -231,7 +231,7 @@ def pack(
                 f"into the folder of {config_file}."
             )
         with about(f"source={source!r}"):
-            add(Path(source.file).resolve(), source.files(), Path(packed).parent)
+            add(Path(source.file), source.files(), Path(packed).parent)
     scripts_of_run = [path, *(Path(source.file).resolve() for source in sources)]
     packed_files = {*own, *((root / name).resolve() for name in contents)}
     _check_imports(root, scripts_of_run, packed_files)

@@ -100,7 +100,7 @@ def continued_config(
     rows = [
         row
         for row in differences(stored, config)
-        if not _MAY_CHANGE.match(row[0]) and not _PATH_OF_DATA.fullmatch(row[0])
+        if not _may_change(row, config) and not _PATH_OF_DATA.fullmatch(row[0])
         if row[0] != "model.compute_dtype" or row[2] != "auto"
     ]
     if rows:
@@ -120,6 +120,13 @@ def continued_config(
         asked = {"schedule.decay_steps": None}
         config = dataclasses.replace(config, schedule=schedule, asked=asked)
     return config
+
+
+def _may_change(row: tuple[str, Any, Any], config: TrainConfig) -> bool:
+    name, *values = row
+    if name == "model.attention" and getattr(config.model, "dropout", 0) and "plain" in values:
+        return False  # which drops weights of the attention, as no other does
+    return _MAY_CHANGE.match(name) is not None
 
 
 def fixed_schedule(config: TrainConfig) -> ScheduleConfig:

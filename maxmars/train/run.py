@@ -46,6 +46,7 @@ from maxmars.data.verification import Verification, own_share
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import is_remote, write_bytes, write_json
 from maxmars.distributed.progress import HostLog, Progress
+from maxmars.distributed.recorded_code import keep_code
 from maxmars.distributed.workdir import (
     CHECKPOINTS,
     CONFIG,
@@ -366,8 +367,7 @@ def _lock(
         write_bytes(workdir / PARAMETERS, f"{table}\n".encode())
         for folder, part in KEPT_SOURCES.items():
             for source in sources_in(getattr(config, part)):
-                for name, text in source.files().items():
-                    write_bytes(workdir / folder / name, text)
+                keep_code(source, workdir, folder)
     host_log = HostLog(workdir, jax.process_index(), may_write=checkpointer.check_owner)
     progress.copy_to(stack.enter_context(host_log).write)
     axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

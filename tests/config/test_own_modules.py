@@ -11,6 +11,7 @@ from maxmars.cli import main
 from maxmars.config.load import load_config
 from maxmars.config.own_modules import digest_of, files_of
 from maxmars.config.user_code import Source
+from maxmars.distributed.recorded_code import keep_code, recorded_copy
 from maxmars.launch.job import pack
 
 FILES = {
@@ -112,19 +113,26 @@ def copied(run, tmp_path):
 
 @pytest.mark.seconds
 def test_a_run_keeps_what_its_code_imports(run, capsys):
-    kept = {str(p.relative_to(run / "sources")) for p in (run / "sources").rglob("*.*")}
-    assert kept == {
-        "several_data.py",
-        "several_noise/draw.py",
-        "model/several_model.py",
-        "model/several_layers/__init__.py",
-        "model/several_layers/table.py",
-        "model/several_layers/start.py",
-        "model/several_common.py",
-        "optimizer/several_tx.py",
-        "optimizer/several_common.py",
-        "eval/several_eval.py",
-        "eval/several_common.py",
+    kept = [p.relative_to(run / "sources") for p in (run / "sources").rglob("*.*")]
+    parts = {
+        path.parts[0] if path.parts[0] in ("model", "optimizer", "eval") else "data": set()
+        for path in kept
+    }
+    for path in kept:
+        part = path.parts[0] if path.parts[0] in parts else "data"
+        inside = path.parts[1:] if part == "data" else path.parts[2:]  # below the digest
+        parts[part].add("/".join(inside))
+    assert parts == {
+        "data": {"several_data.py", "several_noise/draw.py"},
+        "model": {
+            "several_model.py",
+            "several_layers/__init__.py",
+            "several_layers/table.py",
+            "several_layers/start.py",
+            "several_common.py",
+        },
+        "optimizer": {"several_tx.py", "several_common.py"},
+        "eval": {"several_eval.py", "several_common.py"},
     }
     for command in (
         ["eval", str(run), "--num-processes", "1", "--tasks", "own"],
@@ -139,7 +147,7 @@ def test_a_run_keeps_what_its_code_imports(run, capsys):
 @pytest.mark.seconds
 def test_a_changed_neighbour_is_seen(run, tmp_path, capsys):
     again = copied(run, tmp_path)
-    kept = again / "sources" / "model" / "several_common.py"
+    (kept,) = (again / "sources" / "model").rglob("several_common.py")
     kept.write_text("print('it ran')\nSCALE = 1\n")
     with pytest.raises(SystemExit) as ended:
         main(["audit", str(again), "--replay", "2"])
@@ -164,6 +172,40 @@ def test_what_belongs_together(tmp_path):
     write(tmp_path, {"json.py": "1 / 0", "maxmars/config.py": "1 / 0"})
     write(tmp_path, {"plain.py": "import json, maxmars.config\nfrom . import nothing\n"})
     assert [*files_of(tmp_path / "plain.py")] == ["plain.py"]
+
+
+def test_a_neighbour_may_import_the_file_that_imports_it(tmp_path):
+    files = {
+        "mutual.py": "from mutual_too import f\n\nK = 3\n",
+        "mutual_too.py": "def f():\n    from mutual import K\n    return K\n",
+    }
+    write(tmp_path, files)
+    assert Source.parse(f"{tmp_path}/mutual.py:f").load()() == 3
+
+
+def test_a_name_of_an_installed_package_is_refused(tmp_path):
+    write(tmp_path, {"named.py": "import scipy\n", "scipy.py": "X = 1\n"})
+    with refused(ValueError, "scipy.py", "rename"):
+        Source.parse(f"{tmp_path}/named.py:X").load()
+
+
+def test_what_an_earlier_session_kept_is_not_in_the_way(tmp_path):
+    """`helper.py` that became a package, and a name of a part's folder."""
+    write(tmp_path, {"early.py": "import early_helper\n\ndef f(): return early_helper.X\n"})
+    run, sources = tmp_path / "run", []
+    for files in ({"early_helper.py": "X = 1\n"}, {"early_helper/__init__.py": "X = 2\n"}):
+        write(tmp_path, files)
+        sources.append(Source.parse(f"{tmp_path}/early.py:f"))
+        keep_code(sources[-1], run, "sources")
+        (tmp_path / "early_helper.py").unlink(missing_ok=True)
+    assert [*recorded_copy(sources[1], run, "sources", "").files()] == [
+        "early.py",
+        "early_helper/__init__.py",
+    ]
+    assert [*recorded_copy(sources[0], run, "sources", "").files()] == [
+        "early.py",
+        "early_helper.py",
+    ]
 
 
 def test_an_edited_file_runs_anew_and_another_of_its_name_is_refused(tmp_path):

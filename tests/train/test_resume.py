@@ -159,7 +159,7 @@ def test_a_run_goes_on_with_another_rate_and_batch_size(source, short_config, tm
     assert "optimizer.learning_rate 0.0006 -> 0.01" in changes[1]
     tokens = {0: 0, 1: 256, 2: 512, 3: 512 + 128, 4: 512 + 256}
     assert values_of(workdir, "tokens") == tokens
-    series = read_run(workdir, "run").logged[0].values()
+    series = read_run(workdir, "run").runs[0].points.values()
     assert {step: tokens for points in series for step, tokens, _ in points} == tokens
     assert json.loads((workdir / "summary.json").read_text())["tokens"] == 768
     train(config, workdir)  # from here on they are the run's own
