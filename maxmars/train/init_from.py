@@ -34,7 +34,7 @@ from maxmars.distributed import processes
 from maxmars.distributed.files import resolve
 from maxmars.eval.trained_model import Target, find_target
 from maxmars.model import hub
-from maxmars.train.resume import first_misfit
+from maxmars.train.resume import first_misfit, misfit_of_kernels
 from maxmars.train.step import TrainState, TrainStep, init_train_state
 
 _LOGGER = logging.getLogger(__name__)
@@ -183,7 +183,8 @@ def _check_optimizer(saved: Checkpoint, config: TrainConfig, wanted: dict[str, s
             f"{after.__name__} here; {way_out}."
         )
     theirs = {name: t for name, t in saved.types.items() if name.startswith(_WITH_OPTIMIZER)}
-    misfit = first_misfit(theirs, wanted)
+    misfit = misfit_of_kernels(saved.config.optimizer, config.optimizer)
+    misfit = misfit or first_misfit(theirs, wanted)
     if misfit is not None:
         changed = ", ".join(
             f"{name} is {old} there and {new} here"

@@ -23,6 +23,7 @@ from maxmars.checkpoint.digest import leaf_paths, leaf_types
 from maxmars.config import (
     GPT2Config,
     OptaxConfig,
+    OptimizerConfig,
     ScheduleConfig,
     TrainConfig,
     differences,
@@ -204,6 +205,8 @@ def _misfit(
         return misfit
     if type(before) is not type(config.optimizer):
         return "that is another optimizer"  # even if its arrays have the same shapes
+    if (misfit := misfit_of_kernels(before, config.optimizer)) is not None:
+        return misfit
     if isinstance(before, OptaxConfig):  # the code of before may be gone
         return first_misfit_of("opt_state/", "prev_params/")
     stored = abstract_train_state(dataclasses.replace(config, optimizer=before), parameters)
@@ -248,6 +251,14 @@ def _check_changes(
             f"`maxmars rewind {workdir} --to {saved.step} --new-optimizer-state`"
         )
     raise ValueError(f"{problem}. {way_out}.")
+
+
+def misfit_of_kernels(there: OptimizerConfig, here: OptimizerConfig) -> str | None:
+    """How the buffers of two momentum kernels differ in meaning, whatever their types, in words;
+    None if they do not."""
+    kernels = [getattr(optimizer, "momentum_kernel", None) for optimizer in (there, here)]
+    a, b = (kernel and (kernel.preset, kernel.decays, kernel.weights) for kernel in kernels)
+    return None if a == b else "the optimizer's state is that of another momentum kernel"
 
 
 def first_misfit(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
