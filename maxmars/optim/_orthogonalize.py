@@ -165,12 +165,17 @@ def scale_by_orthogonalization(
 
 def orthogonalize(updates: Any, matrix_specs: Any = None, **options: Any) -> Any:
     """Replace each matrix of a tree as `scale_by_orthogonalization` does, whose options and errors
-    these are.
+    these are, but for `row_normalization`, which has a state.
 
     Returns:
       A tree like `updates`: matrices in their own dtypes and the partition of the specs, anything
       else as it was.
     """
+    if (decay := options.get("row_normalization")) is not None:
+        raise ValueError(
+            f"row_normalization={decay} averages over updates; take scale_by_orthogonalization, "
+            "whose state keeps the average."
+        )
     transformation = scale_by_orthogonalization(matrix_specs, **options)
     return transformation.update(updates, optax.EmptyState())[0]
 

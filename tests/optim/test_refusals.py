@@ -85,6 +85,7 @@ REFUSED = [
     (lambda: newton_schulz(PARAMS["w"], eps=0.0), "eps=0.0"),
     (lambda: newton_schulz(PARAMS["w"], dtype=jnp.float64), "ns_dtype=float64"),
     (lambda: orthogonalize({"w": np.ones((3, 4), "f")}, scale="spectrum"), "scale='spectrum'"),
+    (lambda: orthogonalize(PARAMS, row_normalization=0.95), "row_normalization=0.95"),
     # rates of vectors
     (lambda: mars(0.1, **both_rates), *both_rates),
     (lambda: soap(0.1, **both_rates), *both_rates),
