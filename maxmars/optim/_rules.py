@@ -216,7 +216,8 @@ def check_no_zero_matrix(
         if param.size and spec.kind in weight_update.kinds
     ]
     arrays, kinds = [x for _, x, _ in looked_at], [spec for *_, spec in looked_at]
-    lengths = jax.jit(lambda arrays: [*map(norms, arrays, kinds)])(arrays)
+    with jax.ensure_compile_time_eval():
+        lengths = jax.jit(lambda arrays: [*map(norms, arrays, kinds)])(arrays)
     for (name, *_), length in zip(looked_at, lengths, strict=True):
         if (is_zero := np.asarray(length) == 0).any():
             where = f" (number {np.argmax(is_zero)} of the stack)" if is_zero.size > 1 else ""

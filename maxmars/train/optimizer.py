@@ -7,6 +7,7 @@ The rule of a parameter, its rate and weight decay follow from its kind (`Parame
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -36,7 +37,6 @@ from maxmars.model.parameters import COMPONENTS, Parameters
 from maxmars.optim import (
     GradientRequest,
     WeightUpdate,
-    check_no_zero_matrix,
     descend,
     describe,
     kernel_preset,
@@ -123,15 +123,18 @@ def make_optimizer(
     weight_update, kernel = _weight_update(optimizer, rate_fraction), _kernel(optimizer)
     match optimizer:
         case AdamWConfig() | NAdamWConfig() | LionConfig():
-            of = {AdamWConfig: optax.adamw, NAdamWConfig: optax.nadamw, LionConfig: optax.lion}
-            make, options = of[type(optimizer)], _options(optimizer)
+            make, scale_by = {
+                AdamWConfig: (optax.adamw, optax.scale_by_adam),
+                NAdamWConfig: (optax.nadamw, functools.partial(optax.scale_by_adam, nesterov=True)),
+                LionConfig: (optax.lion, optax.scale_by_lion),
+            }[type(optimizer)]
             if weight_update is None and kernel is None:
-                tx = make(learning_rate, mask=decays, **options)
+                tx = make(learning_rate, mask=decays, **_options(optimizer))
             else:
                 if isinstance(optimizer, AdamWConfig) and kernel is not None:
                     direction = scale_by_adam_of(kernel, b2=optimizer.b2, eps=optimizer.eps)
-                else:
-                    direction = make(-1.0, **options | {"weight_decay": 0.0})
+                else:  # chained as in optax.adamw, so that its state fits
+                    direction = scale_by(**_options(optimizer, "weight_decay"))
                 tx = optax.chain(
                     direction,
                     descend(
@@ -180,13 +183,14 @@ def _weight_update(optimizer: OptimizerConfig, rate_fraction: Any = 1.0) -> Weig
 
 
 def check_start(optimizer: OptimizerConfig, parameters: Parameters, params: Any) -> None:
-    """Check the values of a run's first parameters.
+    """Check the values of a run's first parameters, which the optimizer's `init` does not see under
+    jit. Here it sees them, as they are constants, and allocates nothing.
 
     Raises:
       ValueError: one never moves under the optimizer.
     """
-    if weight_update := _weight_update(optimizer):
-        check_no_zero_matrix(params, weight_update, parameters.specs)
+    tx = make_optimizer(optimizer, parameters, optimizer.learning_rate)
+    jax.eval_shape(lambda: tx.init(params))
 
 
 def _kernel(optimizer: OptimizerConfig) -> optax.GradientTransformation | None:

@@ -31,7 +31,7 @@ EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
 SOURCE = """
 from typing import Any, NamedTuple
 import jax, jax.numpy as jnp, optax, optax.contrib
-from maxmars.optim import GradientRequest, mars, with_requests
+from maxmars.optim import GradientRequest, WeightUpdate, mars, muon, with_requests
 
 class Counted(NamedTuple):
     count: jax.Array
@@ -64,6 +64,13 @@ def keeping(learning_rate, *, matrix_specs, mesh):
 
 def refusing(learning_rate, *, b1, **options):
     raise ValueError(f"b1={b1} must be below 1")
+
+def muonh(learning_rate, *, matrix_specs):
+    hyperball = WeightUpdate(hyperball=True)
+    matrix = muon(learning_rate, weight_update=hyperball, matrix_specs=matrix_specs)
+    is_matrix = lambda spec: "matrix" if spec.kind == "matrix" else "other"
+    rules = {"matrix": matrix, "other": optax.adam(learning_rate)}
+    return optax.partition(rules, jax.tree.map(is_matrix, matrix_specs))
 
 def number(learning_rate, **options):
     return 1
@@ -136,6 +143,17 @@ not_a_function = 1
 def source(tmp_path):
     (tmp_path / "own.py").write_text(SOURCE)
     return str(tmp_path / "own.py")
+
+
+def test_a_matrix_of_zeros_is_refused_under_hyperball(source, tmp_path):
+    config = short_config(
+        tmp_path / "tokens", optimizer=OptaxConfig(make=f"{source}:muonh", learning_rate=1e-2)
+    )
+    parameters = Parameters(config.model, sharding.make_mesh(MeshConfig(fsdp=4)))
+    params = init_train_state(config, parameters).params
+    params["h"]["mlp"]["c_fc"]["kernel"] = params["h"]["mlp"]["c_fc"]["kernel"].at[2].set(0)
+    with refused(ValueError, "h.mlp.c_fc.kernel", "2"):
+        init_train_state(config, parameters, {"params": params})
 
 
 @pytest.mark.seconds

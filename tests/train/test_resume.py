@@ -26,13 +26,17 @@ from maxmars.config import (
     GrainConfig,
     GrainPart,
     GuardConfig,
+    LionConfig,
     MarsConfig,
     MeshConfig,
     MixtureConfig,
     MixturePart,
+    MomentumKernelConfig,
+    MuonConfig,
     NAdamWConfig,
     ScheduleConfig,
     TokenShardsConfig,
+    WeightUpdateConfig,
 )
 from maxmars.data.formats import open_directory
 from maxmars.data.prepare import prepare
@@ -249,6 +253,50 @@ def test_what_does_not_fit_cannot_be_changed(
     with refused(ValueError, source, name) as error:
         continuing(config)
     assert "--resume-overrides" not in str(error.value)  # it would not help
+
+
+@pytest.mark.parametrize("optimizer", [ADAMW, NAdamWConfig(), LionConfig(), MuonConfig()])
+def test_what_becomes_of_a_direction_may_change(continuing, short_config, optimizer):
+    stored = short_config(optimizer=optimizer)
+    hooks = WeightUpdateConfig(hyperball=True)
+    config = short_config(optimizer=dataclasses.replace(optimizer, weight_update=hooks))
+    assert continuing(config, "optimizer.weight_update", stored=stored) == config
+    assert continuing(stored, "optimizer.weight_update", stored=config) == stored
+
+
+ADEMAMIX = MomentumKernelConfig(preset="ademamix", end_step=4)
+TWO = MomentumKernelConfig(decays=(0.8, 0.9), weights=(0.5, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [
+        (ADAMW, ADEMAMIX, MomentumKernelConfig(decays=(0.9, 0.9999), weights=(1.0, 8.0))),
+        (MuonConfig(), TWO, dataclasses.replace(TWO, weights=(0.1, 0.9))),
+        (MuonConfig(), MomentumKernelConfig(), MomentumKernelConfig(decays=(0.9,), weights=(1.0,))),
+    ],
+)
+def test_buffers_of_a_momentum_kernel_are_not_read_as_anothers(
+    continuing, short_config, optimizer, before, after
+):
+    stored, config = (
+        short_config(optimizer=dataclasses.replace(optimizer, momentum_kernel=kernel))
+        for kernel in (before, after)
+    )
+    with refused(ValueError, "optimizer.momentum_kernel", "--new-optimizer-state"):
+        continuing(config, "optimizer.momentum_kernel", stored=stored)
+
+
+def test_the_steps_of_a_momentum_kernel_may_change(continuing, short_config):
+    stored, config = (
+        short_config(
+            optimizer=dataclasses.replace(
+                ADAMW, momentum_kernel=dataclasses.replace(ADEMAMIX, end_step=end)
+            )
+        )
+        for end in (4, 8)
+    )
+    assert continuing(config, "optimizer.momentum_kernel", stored=stored) == config
 
 
 def test_a_run_keeps_its_type_where_another_would_be_chosen(continuing, short_config):
