@@ -167,12 +167,14 @@ class MomentumKernelConfig(CheckedConfig):
     gradient_weight: float = 0.0
     """Weight of the gradient itself."""
     switch_step: CountOrZero[int] | None = None
-    """Last step in which the EMAs of a record all have the decay 0.95; None is the record's: 1,000,
-    or 750 for six_ema."""
+    """Last update, counted from 0, in which the EMAs of a record all have the decay 0.95; None is
+    the record's: 1,000, or 750 for six_ema. Updates are those of the optimizer's state: they begin
+    anew with a new state (`maxmars rewind --new-optimizer-state`), a skipped step is none, nor is
+    the first of SOAP."""
     end_step: Count[int] | None = None
-    """Step at which the weights of six_ema and eight_ema stop moving; None is the record's: 3,125
-    or 3,250. Of ademamix the steps over which weight and decay of the slow EMA grow, which it
-    needs; the paper takes those of the run."""
+    """Update, counted as for switch_step, at which the weights of six_ema and eight_ema stop
+    moving; None is the record's: 3,125 or 3,250. Of ademamix the number of updates over which
+    weight and decay of the slow EMA grow, which it needs; the paper takes the steps of the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,6 +206,13 @@ class MomentumKernelConfig(CheckedConfig):
         """Whether it takes the place of the optimizer's own momentum."""
         return bool(self.preset or self.decays)
 
+    def added_to(self, rule: str) -> str:
+        """The name of a rule that has it for its momentum: "muon two_ema", "adamw 3 EMAs"."""
+        if not self.is_on:
+            return rule
+        emas = "1 EMA" if len(self.decays) == 1 else f"{len(self.decays)} EMAs"
+        return f"{rule} {self.preset or emas}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(AdamLikeConfig):
@@ -212,6 +221,11 @@ class AdamWConfig(AdamLikeConfig):
     learning_rate: Positive[float] = 6e-4
     b2: Fraction = 0.95
     momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
+
+    def own_rule_of(self, kind: Kind) -> UpdateRule:
+        """The rule, `weight_update` aside."""
+        rule = super().own_rule_of(kind)
+        return dataclasses.replace(rule, name=self.momentum_kernel.added_to(rule.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,10 +310,12 @@ class MarsConfig(NewtonSchulzConfig):
 
     def own_rule_of(self, kind: Kind) -> UpdateRule:
         """The rule, `weight_update` aside."""
-        if kind == "vector" and self.optimize_vectors:
-            return UpdateRule(name="mars-lion" if self.variant == "lion" else "mars-adamw")
         orthogonalizes = self.variant in ("shampoo", "m")
-        return _rule_beside_adamw(self, kind, f"mars-{self.variant}", orthogonalizes)
+        name = f"mars-{self.variant}" + (" rows" if self.row_normalization is not None else "")
+        name = self.momentum_kernel.added_to(name)
+        if kind == "vector" and self.optimize_vectors:
+            return UpdateRule(name="mars-adamw" if orthogonalizes else name)
+        return _rule_beside_adamw(self, kind, name, orthogonalizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,6 +348,7 @@ class MuonConfig(NewtonSchulzConfig):
     def own_rule_of(self, kind: Kind) -> UpdateRule:
         """The rule, `weight_update` aside."""
         name = "muon" if self.row_normalization is None else "normuon"
+        name = self.momentum_kernel.added_to(name)
         return _rule_beside_adamw(self, kind, name, orthogonalizes=True)
 
 
@@ -391,7 +408,8 @@ class SoapConfig(AdamLikeConfig):
     def own_rule_of(self, kind: Kind) -> UpdateRule:
         """The rule, `weight_update` aside."""
         if kind == "matrix":
-            return UpdateRule(name="soap", weight_decay=self.weight_decay)
+            name = self.momentum_kernel.added_to("soap")
+            return UpdateRule(name=name, weight_decay=self.weight_decay)
         return UpdateRule(
             name="adamw",
             learning_rate_scale=self.vector_learning_rate_scale,

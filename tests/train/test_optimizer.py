@@ -155,6 +155,36 @@ def test_a_run_refuses_to_start_from_a_matrix_that_hyperball_never_moves():
         init_train_state(config, parameters, {"params": params})
 
 
+THREE_EMAS = MomentumKernelConfig(decays=(0.8, 0.9, 0.99), weights=(0.2, 0.3, 0.4))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "matrix", "vector"),
+    [
+        (AdamWConfig(momentum_kernel=ADEMAMIX), "adamw ademamix", "adamw ademamix"),
+        (MuonConfig(momentum_kernel=TWO_EMAS), "muon two_ema", "adamw"),
+        (SoapConfig(momentum_kernel=THREE_EMAS), "soap 3 EMAs", "adamw"),
+        (MarsConfig(variant="m", row_normalization=0.95), "mars-m rows", "adamw"),
+        (
+            MarsConfig(variant="m", optimize_vectors=True, momentum_kernel=TWO_EMAS),
+            "mars-m two_ema",
+            "mars-adamw",
+        ),
+        (
+            MuonConfig(
+                row_normalization=0.95,
+                momentum_kernel=THREE_EMAS,
+                weight_update=WeightUpdateConfig(hyperball=True),
+            ),
+            "normuon 3 EMAs hyperball",
+            "adamw",
+        ),
+    ],
+)
+def test_rules_name_all_that_makes_the_update(optimizer, matrix, vector):
+    assert [optimizer.rule_of(kind).name for kind in ("matrix", "vector")] == [matrix, vector]
+
+
 def test_rules_say_the_rates():
     # Adam's first step has the size of the rate, wherever the gradient is not tiny.
     zeros, ones = (
