@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import refused
 from token_directories import write_llm_c
 
 from maxmars import cli
@@ -99,7 +100,7 @@ def test_the_model_computes_the_published_formulas():
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon", "muonh", "mars", *SLOW])
 def test_each_optimizer_moves_every_parameter_at_its_rate(optimizer):
-    config = load_config(f"{TRACK3}:optimizer={optimizer}")
+    config = load_config(f"{TRACK3}:optimizer={optimizer},start=nonzero")
     model, rate = tiny(config.model), config.optimizer.learning_rate
     params = random_params(model)
     tx = make_optimizer(config.optimizer, Parameters(model), jnp.float32(rate))
@@ -119,12 +120,27 @@ def test_each_optimizer_moves_every_parameter_at_its_rate(optimizer):
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(updates))
 
 
+def test_hyperball_needs_a_start_that_is_not_zero():
+    with refused(ValueError, "muonh", "start=nonzero"):
+        load_config(f"{TRACK3}:optimizer=muonh")
+
+
 TINY = """
-    --optimizers muonh --seeds 2 --num-steps 2 --learning-rates 6e-3 --budget 1 --finalists 1
+    --seeds 2 --num-steps 2 --learning-rates 6e-3 --budget 1 --finalists 1
     --global-batch-size 16 --num-microbatches 2 --model.max-seq-len 16 --eval.num-windows 8
     --model.options.num-layers 1 --model.options.num-heads 2 --model.options.embed-dim 16
     --model.options.dtype float32
 """
+
+
+def test_contenders_begin_alike(tmp_path, capsys):
+    tokens = tmp_path / "tokens"
+    for name in ("train_000001", "val_000000"):
+        write_llm_c(tokens / f"fineweb_{name}.bin", np.arange(400) % 320)
+    words = ["--optimizers", "mars_m", "muonh", "--data.path", str(tokens), "--dry-run"]
+    words += [*TINY.split(), "--workdir", str(tmp_path / "runs")]
+    cli.main(["compare", f"{TRACK3}:start=nonzero", *words])
+    assert {"mars_m:", "muonh:"} <= set(capsys.readouterr().out.split())
 
 
 @pytest.mark.slow
@@ -134,8 +150,8 @@ def test_an_entry_is_made_and_verified(tmp_path, capsys):
     rng = np.random.default_rng(0)
     for name in ("train_000001", "train_000002", "val_000000"):
         write_llm_c(tokens / f"fineweb_{name}.bin", rng.integers(0, 320, 400))
-    words = [*TINY.split(), "--data.path", str(tokens), "--workdir", str(workdir)]
-    cli.main(["compare", str(TRACK3), *words])
+    words = ["--optimizers", "muonh", "--data.path", str(tokens), "--workdir", str(workdir)]
+    cli.main(["compare", f"{TRACK3}:start=nonzero", *TINY.split(), *words])
     assert {path.name for path in (workdir / "sources").rglob("*.py")} == {"track3.py", "model.py"}
     cli.main(["compare", "verify", str(workdir), "--data", str(tokens)])
     assert "muonh, seed 0: confirmed, same digest" in capsys.readouterr().out

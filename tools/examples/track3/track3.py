@@ -1,7 +1,8 @@
-"""Track 3 of modded-nanogpt: fewest steps to a validation loss of 3.28, for one GPU.
+r"""Track 3 of modded-nanogpt: fewest steps to a validation loss of 3.28, for one GPU.
 
     hf download kjj0/fineweb10B-gpt2 --repo-type dataset --local-dir data/fineweb10B
-    maxmars compare tools/examples/track3/track3.py --optimizers mars_m muonh --workdir runs/track3
+    maxmars compare tools/examples/track3/track3.py:start=nonzero --optimizers mars_m muonh \
+      --workdir runs/track3
     maxmars plan tools/examples/track3/track3.py:optimizer=mars --topology h200:1
 
 The benchmark (https://github.com/KellerJordan/modded-nanogpt, records/track_3_optimization) fixes
@@ -56,7 +57,16 @@ EPS = 1e-10 / (512 * 1024)
 """The benchmark's 1e-10, for gradients of a mean over tokens in place of a sum."""
 
 
-def get_config(optimizer: Optimizer = "muon") -> TrainConfig:
+def get_config(
+    optimizer: Optimizer = "muon", start: Literal["zero", "nonzero"] = "zero"
+) -> TrainConfig:
+    """The benchmark with an optimizer for the matrices of the blocks; `start` is that of the
+    projections back to the residual stream, see `model.Block`."""
+    if optimizer == "muonh" and start == "zero":
+        raise ValueError(
+            "optimizer=muonh keeps the norm of every matrix, so those of zeros would never move; "
+            "take start=nonzero."
+        )
     learning_rate, weight_decay = {
         "adamw": (1.5e-3, 0.1),
         "nadamw": (1.5e-3, 0.1),
@@ -81,7 +91,7 @@ def get_config(optimizer: Optimizer = "muon") -> TrainConfig:
                 "num_heads": 6,
                 "embed_dim": 768,
                 "dtype": "bfloat16",
-                "nonzero": optimizer == "muonh",
+                "nonzero": start == "nonzero",
             },
             vocab_size=50304,
             max_seq_len=1024,
