@@ -540,6 +540,17 @@ def test_an_optimizer_state_that_does_not_fit_is_named(source, short_config, cha
         loaded(source, short_config(**changes), optimizer_state=True)
 
 
+@pytest.mark.seconds
+def test_an_optimizer_state_of_another_momentum_kernel_is_named(tmp_path, short_config):
+    before, after = (
+        short_config(num_steps=1, optimizer=MuonConfig(momentum_kernel=kernel))
+        for kernel in (TWO, dataclasses.replace(TWO, weights=(0.1, 0.9)))
+    )
+    train(before, tmp_path / "run")
+    with refused(ValueError, "--init-optimizer-state", "optimizer.momentum_kernel.weights"):
+        loaded(tmp_path / "run", after, optimizer_state=True)
+
+
 def test_no_weights(tmp_path, short_config):
     with refused(FileNotFoundError, tmp_path / "nowhere"):
         loaded(tmp_path / "nowhere", short_config())
