@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -437,7 +438,7 @@ def bring_to_its_end(tpu: TpuOptions, job: Job) -> int:
     delete = f"`maxmars launch tpu-vm delete {tpu.where}`"
     cost = f"The TPU costs until {delete}."
     starts = 0  # of the run, seen or made here, and creations for lack of capacity
-    failures = 0  # of gcloud and ssh, one after another
+    failures: Counter[type] = Counter()  # of gcloud and of ssh, one after another
     seen = 0  # lines of the first host's log
     shown, answered = "", False
     copied = is_new = is_watched = is_done = False
@@ -506,14 +507,14 @@ def bring_to_its_end(tpu: TpuOptions, job: Job) -> int:
                         is_new, is_watched, seen = False, True, 0
                 case _:
                     time.sleep(tpu.poll_s)
-            failures = 0
+            failures.clear()
         except UnansweredError as error:
-            failures += 1
+            failures[type(error)] += 1
             # A first question that fails shows a wrong project or no network, for which the user is
             # still there. In a run of days one answer that stays away is nothing.
             if not answered:
                 raise
-            if failures >= error.tries:
+            if failures[type(error)] >= error.tries:
                 raise ValueError(
                     f"{error}. The same command tries again; {delete} ends the TPU, which costs "
                     "until then, and has the next launch make a new one."

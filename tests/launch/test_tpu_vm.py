@@ -138,6 +138,16 @@ def test_gcloud_that_fails_for_a_while_is_asked_again(cloud, capsys):
 
 
 @pytest.mark.seconds
+def test_failures_of_gcloud_are_not_counted_as_failures_of_ssh(cloud, capsys):
+    down = "UNAVAILABLE: The service is currently unavailable."
+    cloud.write("outages", ["", *[down] * 3])  # at the launcher: then the first ssh fails
+    cloud.write("ssh_failures", 1)
+    cloud.train("echo 'step 1'")
+    assert launch(*START) == 0
+    assert (capsys.readouterr().out.count(down), cloud.count(" scp ")) == (3, 2)
+
+
+@pytest.mark.seconds
 def test_a_deletion_whose_answer_is_lost_creates_nothing(cloud, capsys):
     cloud.write("lost_answer", "UNAVAILABLE: The connection was reset.")
     assert launch(*START, "--delete-when-done") == 0
