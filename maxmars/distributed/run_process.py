@@ -44,6 +44,7 @@ _OTHERS_S = 5.0  # the other processes show their stacks before they lose this o
 _LOST_PEER = re.compile(
     r"\bgloo\b|\bnccl\b|coordination.?service|\bbarrier\b|\bheartbeat\b|remote process exited", re.I
 )
+_PATH = re.compile(r"(?<![\w.])(gs:/)?/\S+")  # may have such a word in its name
 
 
 class StopRequestedError(Exception):
@@ -367,7 +368,8 @@ def is_of_lost_peer(error: BaseException) -> bool:
     """Whether an error, or one that caused it, is of a collective or barrier that a peer left."""
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, RuntimeError | ValueError | OSError) and _LOST_PEER.search(str(cause)):
+        text = _PATH.sub("", str(cause))
+        if isinstance(cause, RuntimeError | ValueError | OSError) and _LOST_PEER.search(text):
             return True
         cause = cause.__cause__ or cause.__context__
     return False

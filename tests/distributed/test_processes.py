@@ -145,6 +145,9 @@ def test_a_port_that_is_taken():
         (RuntimeError("DEADLINE_EXCEEDED: Barrier timed out. Id: orbax_save"), True),
         (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), False),
         (ValueError("step 3 was skipped: loss nan"), False),
+        (ValueError("UNKNOWN: Gloo failed: [external/gloo/pair.cc:5] closed by peer"), True),
+        (ValueError("process 0 cannot go on: a start has taken over gs://b/nccl-test, and"), False),
+        (OSError("/nfs/gloo/heartbeat/.lock was deleted or moved"), False),
         (KeyboardInterrupt("barrier"), False),
     ],
 )
