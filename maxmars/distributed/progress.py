@@ -52,7 +52,7 @@ class _Time(rich.progress.ProgressColumn):
 
 def _time_of(task: rich.progress.Task) -> str:
     if task.total is None:
-        return duration(task.elapsed or 0)
+        return duration(task.elapsed or 0.0)
     left = task.time_remaining
     return f"ETA {duration(float(left))}" if left else ""
 
@@ -161,7 +161,9 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
         def show() -> None:
             self._rows.update(row, visible=True)
-            self._show(text)
+            self._last_line = None  # a line is due, however soon after another one
+            with contextlib.suppress(OSError):  # of a full disk
+                self._show(text)
 
         timer = threading.Timer(_DELAY_S, show)
         timer.daemon = True
@@ -171,8 +173,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         finally:
             timer.cancel()
             timer.join()
+            self._rows.remove_task(row)  # while live: the next start goes up over the last height
             self.close()
-            self._rows.remove_task(row)
 
     def message(self, text: str) -> None:
         """Print lines; on a terminal, above the live row."""

@@ -1,3 +1,4 @@
+import errno
 import io
 import logging
 import re
@@ -203,7 +204,9 @@ def test_a_wait_of_over_two_seconds_is_shown_with_its_seconds_and_goes_away():
         clock.now = 7.0
         while "loading a model 0:07" not in terminal.getvalue() or not file.getvalue():
             time.sleep(0.01)
-    assert terminal.getvalue().endswith("\x1b[2K")
+    *_, after = terminal.getvalue().split("loading a model 0:07")
+    assert "\x1b[2K" in after
+    assert "\n" not in after
     assert without_times(file.getvalue()) == ["auditing"]
 
 
@@ -217,3 +220,41 @@ def test_the_row_of_a_task_and_its_pace_outlive_a_wait():
     progress.update("step 2/9", 2, 9)
     progress.close()
     assert "step 2/9 ETA 1:10" in output.getvalue()
+
+
+@pytest.mark.seconds
+def test_lines_that_were_printed_outlive_the_row_of_a_wait():
+    clock = Clock()
+    progress, output = on_terminal(80, clock)
+    progress.update("step 1/9", 1, 9)
+    with progress.waiting("step 1: validation"):
+        while "step 1: validation" not in output.getvalue():
+            time.sleep(0.01)
+    before = len(output.getvalue())
+    progress.message("step 1: validation loss 9.0000")
+    progress.update("step 2/9", 2, 9)
+    progress.close()
+    _, after = output.getvalue()[before:].split("validation loss 9.0000\n")
+    up = sum(int(count or 1) for count in re.findall(r"\x1b\[(\d*)A", after))
+    assert up <= after.count("\n")  # it goes up over its own rows alone
+
+
+@pytest.mark.seconds
+def test_a_wait_soon_after_another_line_is_shown_away_from_a_terminal():
+    progress, output = on_file(Clock())
+    progress.update("step 1/9", 1, 9)
+    with progress.waiting("compiling"):
+        time.sleep(2.5)
+    assert without_times(output.getvalue()) == ["step 1/9", "compiling"]
+
+
+@pytest.mark.seconds
+@pytest.mark.filterwarnings("error")
+def test_a_full_disk_while_a_wait_is_shown_stops_nothing():
+    def fail(text):
+        raise OSError(errno.ENOSPC, "no space")
+
+    progress, _ = on_file(Clock())
+    progress.copy_to(fail)
+    with progress.waiting("compiling"):
+        time.sleep(2.5)
