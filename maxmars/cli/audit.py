@@ -10,8 +10,9 @@ from typing import Annotated, ClassVar
 
 import tyro
 
+from maxmars.cli.output import why_no_output
 from maxmars.cli.parse import parse_options
-from maxmars.config.checks import CheckedConfig, Positive
+from maxmars.config.checks import CheckedConfig, Positive, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,8 @@ class AuditArguments(CheckedConfig):
 def run(argv: list[str]) -> int:
     """Run `maxmars audit`; 1 if the run is broken, else 0."""
     arguments = parse_options(AuditArguments, argv, prog="maxmars audit")
+    if arguments.output is not None and (problem := why_no_output(arguments.output)):
+        raise UsageError(problem)
     from maxmars.distributed.files import write_json
     from maxmars.distributed.progress import Progress
 

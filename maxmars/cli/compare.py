@@ -194,13 +194,18 @@ def _plan(argv: list[str]) -> tuple[CompareArguments, Comparison]:
 
 def _workdir(arguments: CompareArguments) -> Path:
     """The directory of the comparison."""
-    from maxmars.distributed.files import is_remote
-
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished trials are kept.")
-    if is_remote(arguments.workdir):
-        raise UsageError(f"--workdir {arguments.workdir} must be on a disk of this machine.")
-    return Path(arguments.workdir).expanduser().absolute()
+    return _on_disk("--workdir", arguments.workdir)
+
+
+def _on_disk(option: str, path: str) -> Path:
+    """The directory that an option names, on a disk."""
+    from maxmars.distributed.files import is_remote, resolve
+
+    if is_remote(path):
+        raise UsageError(f"{option} {path} must be on a disk of this machine.")
+    return Path(resolve(path))
 
 
 _SHARED = [field.name for field in dataclasses.fields(SearchConfig)]
@@ -270,12 +275,11 @@ def _verify(arguments: VerifyArguments) -> int:
 
     with loading_jax():
         from maxmars.compare.verify import verify
-        from maxmars.distributed.files import resolve
 
     with tempfile.TemporaryDirectory(prefix="maxmars-verify-") as scratch:
         verdict = verify(
-            Path(arguments.directory).expanduser().absolute(),
-            Path(resolve(scratch if arguments.workdir is None else arguments.workdir)),
+            _on_disk("DIR", arguments.directory),
+            _on_disk("--workdir", scratch if arguments.workdir is None else arguments.workdir),
             contender=arguments.contender,
             seed=arguments.seed,
             data_path=arguments.data,
@@ -347,7 +351,7 @@ def run_report(argv: list[str]) -> int:
             f"--labels {' '.join(labels)}: give each of the {len(runs)} RUNs one label of its own."
         )
     runs = dict(zip(labels, runs.values(), strict=True))
-    out = Path(resolve(first if arguments.out is None else arguments.out))
+    out = Path(first) if arguments.out is None else _on_disk("--out", arguments.out)
     compared = {
         name: summarize(Path(path))
         for name, path in runs.items()

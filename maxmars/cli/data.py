@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
@@ -403,7 +404,7 @@ Turn text into tokens for training, and look at the result.
 
 def _more_files(arguments: PrepareArguments, word: str, value: str | None) -> str | None:
     """The line for what a shell makes of a pattern."""
-    return None if word.startswith("-") else "quote a pattern of files: 'books/*.txt'."
+    return "quote a pattern of files: 'books/*.txt'." if Path(word).is_file() else None
 
 
 def run(argv: list[str]) -> int:

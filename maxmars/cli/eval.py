@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import rich
 import tyro
 
+from maxmars.cli.output import why_no_output
 from maxmars.cli.parse import parse_options
 from maxmars.config import MeshConfig, TokenShardsConfig
 from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, UsageError
@@ -182,20 +183,11 @@ def _check_tasks(arguments: EvalArguments) -> list[str]:
 
 def _check_output(output: Path) -> None:
     """Refuse, in every process, a file that process 0 could not write after all the work."""
-    from maxmars.config.errors import in_words
     from maxmars.distributed import processes
-    from maxmars.distributed.files import check_writable, resolve
 
-    def try_it() -> str | None:
-        try:
-            check_writable(resolve(output))
-        except (OSError, ValueError) as error:
-            return in_words(error)
-        return None
-
-    problem = processes.text_from_primary(try_it)
+    problem = processes.text_from_primary(lambda: why_no_output(output))
     if problem is not None:
-        raise UsageError(f"--output {output} cannot be written ({problem}); name a file to write.")
+        raise UsageError(problem)
 
 
 def _data(options: DataArguments) -> TokenShardsConfig | None:

@@ -65,6 +65,7 @@ preemption the run continues in its --workdir. What follows -- goes to
 `maxmars launch PLATFORM ACTION --help` those of an action."""
 
 _HANDING_ON = ("--sbatch", "--srun", "--gcloud-flag")
+_TOLD_BY_MACHINES = ("coordinator", "num_processes", "process_id")
 _LARGE = 20_000_000
 """Parameters from which on a run without GPUs is hardly meant."""
 
@@ -114,8 +115,10 @@ def _of_train(prog: str, options: RunOptions, word: str, value: str | None) -> s
     """The line for an option of `maxmars train`, or a choice of CONFIG, that stands before --."""
     train = TrainArguments(config=load_config(options.config))
     ours, _ = foreign_meant(train, word) or (word.lstrip("-"), "")
-    if has_option(train, ours):
-        return f"`maxmars train` has --{ours}, which goes after --: `... -- --{ours} VALUE`."
+    field = ours.replace("-", "_")
+    if has_option(train, ours) and field not in _TOLD_BY_MACHINES:
+        given = f"--{ours}" if isinstance(getattr(train, field, None), bool) else f"--{ours} VALUE"
+        return f"`maxmars train` has --{ours}, which goes after --: `... -- {given}`."
     return choice_meant(prog, options.config, word, value)
 
 

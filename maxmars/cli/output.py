@@ -1,4 +1,5 @@
-"""Standard output and error of a command, whose reader may go away, or whose disk may be full."""
+"""What a command writes: standard output and error, whose reader may go away, or whose disk may be
+full, and the file of `--output`."""
 
 from __future__ import annotations
 
@@ -6,7 +7,10 @@ import contextlib
 import os
 import sys
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any
+
+from maxmars.config.errors import in_words
 
 
 class _Stream:
@@ -71,3 +75,14 @@ def standard_streams(*, keep_going: bool) -> Generator[None]:
     err: Any = _Stream(sys.stderr, "standard error", keep_going=True)
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         yield
+
+
+def why_no_output(output: Path) -> str | None:
+    """Why the file of `--output` could not be written after all the work; None if it can."""
+    from maxmars.distributed.files import check_writable, resolve  # while help need not wait
+
+    try:
+        check_writable(resolve(output))
+    except (OSError, ValueError) as error:
+        return f"--output {output} cannot be written ({in_words(error)}); name a file to write."
+    return None

@@ -7,7 +7,9 @@ are only the options that it cannot know: those of other programs, and the choic
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import re
 import shlex
 import sys
@@ -194,22 +196,43 @@ def parse_options(
         sys.exit(0)
     if recorded:
         _refuse_credentials(argv, prog)
+    for word in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if not has_option(whole, word[2:]) and (foreign := foreign_meant(whole, word)):
+            ours, note = foreign
+            raise UsageError(f"`{prog}` does not take {word}: it is --{ours} here{note}.")
     call = functools.partial(call_tyro, arguments, prog=prog)
     given = tyro.MISSING_NONPROP if default is None else default
+    # Where an argument is missing, tyro prints the values of unknown options too.
+    hidden = _unknown_words(whole, argv) if default is None else []
     try:
-        parsed, unknown = call(args=argv, default=given, return_unknown_args=True)
+        with contextlib.redirect_stderr(io.StringIO()) if hidden else contextlib.nullcontext():
+            parsed, unknown = call(args=argv, default=given, return_unknown_args=True)
     except ValueError as error:  # of the config itself, as tyro draws those of its groups alone
         raise UsageError(in_words(error)) from error
+    except SystemExit:
+        if hidden:
+            call(args=_without_values(argv, hidden), default=given)
+        raise
     if not unknown:
         return parsed
     word, value = _option_in(unknown)
-    if foreign := foreign_meant(whole, word):
-        line: str | None = "it is --{} here{}.".format(*foreign)
-    else:
-        line = hint(parsed, word, value)
+    line = hint(parsed, word, value)
     if line is not None:
         raise UsageError(f"`{prog}` does not take {word}: {line}")
     return call(args=_without_values(argv, unknown), default=given)  # tyro refuses it
+
+
+def _unknown_words(arguments: Any, argv: Sequence[str]) -> list[str]:
+    """The options that no field of a command has, each with the words up to the next option."""
+    words: list[str] = []
+    is_unknown = False
+    for word in argv:
+        if re.match(r"--?[^\W\d]", word):  # not of a number
+            name = word.lstrip("-").partition("=")[0]
+            is_unknown = not any(has_option(arguments, n) for n in (name, name.removeprefix("no-")))
+        if is_unknown:
+            words.append(word)
+    return words
 
 
 def _option_in(unknown: Sequence[str]) -> tuple[str, str | None]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
+from maxmars.cli.output import why_no_output
 from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config.checks import NotNegative, Positive, Rule, UsageError
 
@@ -82,6 +83,8 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             "--hlo writes one program; name its policy with --model.remat, not --remat."
         )
+    if arguments.output is not None and (problem := why_no_output(arguments.output)):
+        raise UsageError(problem)
     _choose_devices(arguments.topology)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # of what does not fit compilers log pages
 

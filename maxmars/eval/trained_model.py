@@ -516,7 +516,7 @@ def _in_the_making(out: str | Path) -> Generator[Path]:
     """A directory that gets the name `out` at the end of the block, and is removed after errors."""
     if "://" in str(out):
         raise ValueError(f"{out} is no local path; write to a local disk and copy the result.")
-    out = Path(out).expanduser()
+    out = Path(resolve(out))
     if out.exists():
         raise FileExistsError(f"{out} exists; delete it or choose another name.")
     directory = out.with_name(f".{out.name}.partial")

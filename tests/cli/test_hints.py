@@ -58,6 +58,8 @@ def test_ours_is_told_only_where_a_command_has_it(said):
     assert "it is --gpus-per-node here" in said(f"{launch} --gpus 8")
     (option,) = re.findall(r"-- (--\S+) VALUE", said(f"{launch} --lr 1"))
     parse(["quickstart", option, "1"])
+    (after,) = re.findall(r"-- (--[^`]*)`", said(f"{launch} --init-optimizer-state"))
+    parse(["quickstart", "--init-from", "x", *after.split()])
 
 
 CHOICES = [

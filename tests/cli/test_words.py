@@ -125,6 +125,10 @@ REFUSALS = [
     (2, f"{SLURM} --num-steps 3", "-- --num-steps"),
     *((2, f"{launch} -- --dry-run", "maxmars train") for launch in (TPU_VM, GKE, SLURM)),
     (2, f"{SLURM} -- --model.num-layer 2", "--model.num-layers INT"),
+    (2, f"{SLURM} --coordinator h:1", "Unrecognized options: --coordinator"),
+    (2, "launch slurm quickstart --name a --output-dir x", "it is --workdir here"),
+    (2, "data prepare EMPTY out --allow-lossy=True", "Unrecognized options: True"),
+    (2, "data prepare EMPTY out TEXT.txt", "quote a pattern of files"),
     # A choice of CONFIG was meant.
     (2, "train gpt2:size=xl --optimizer=adamw", "gpt2:size=xl,optimizer=adamw`"),
     (2, "train gpt2:optimizer=mars --optimizer.name muon", "gpt2:optimizer=muon`"),
@@ -197,7 +201,12 @@ REFUSALS = [
     (1, f"{ALONE} --workdir s3://b/run", "s3://b/run"),
     (1, f"{ALONE} --workdir=''", "''"),
     (1, f"{ALONE} --init-from ''", "''"),
-    (1, "compare compare_tiny --workdir ''", "''"),
+    (1, "compare compare_tiny --workdir '' --dry-run", "''"),
+    (1, "compare compare_tiny --workdir gs:/bucket/c --dry-run", "gs:/bucket/c"),
+    (1, "compare verify ''", "''"),
+    (2, "report x --out gs://bucket/c", "--out gs://bucket/c"),
+    (2, "audit x --output gs://bucket/a.json", "--output gs:/bucket/a.json"),
+    (2, f"{PLAN} --output gs://bucket/a.json", "--output gs:/bucket/a.json"),
     (1, "audit ''", "''"),
     (1, "generate '' --prompt a", "''"),
     (1, "report x --out ''", "''"),
@@ -290,9 +299,12 @@ def test_a_refusal_is_one_line_whatever_is_typed(config, call):
 def test_the_value_of_an_unknown_option_is_not_told(call):
     """It may be a credential, and schedulers keep what a job printed."""
     for words in (["--data.options.api-keyy", "hunter2"], ["--data.options.api-keyy=hunter2"]):
-        error = refusal(call, ["train", "quickstart", *words])
-        assert "--data.options.api-keyy" in error
-        assert "hunter2" not in error
+        # The second lacks --workdir.
+        for command in ("train quickstart", "launch slurm gpt2 --name r"):
+            error = refusal(call, [*command.split(), *words])
+            assert "--data.options.api-keyy" in error
+            assert "hunter2" not in error
+            assert ("--workdir" in error) == command.startswith("launch")
 
 
 WITH_OPTIONS = (
