@@ -258,7 +258,11 @@ def check_continues(comparison: Comparison, workdir: Path) -> dict[str, TrainCon
     stored = _configs_in(_read_fields(workdir))
     for contender in comparison.contenders:
         earlier = stored.get(contender.name, contender.config)
-        rows = [r for r in _differences(contender.config, earlier) if r[1] != "auto"]  # not yet set
+        rows = [
+            row
+            for row in _differences(contender.config, earlier)
+            if row[0] != "model.compute_dtype" or row[1] != "auto"  # not yet set
+        ]
         if rows:
             listed = ", ".join(f"{name} ({old} there, {new} here)" for name, new, old in rows)
             raise ValueError(

@@ -40,7 +40,16 @@ def other_tokens(kept, comparison):
     change_rows(kept, lambda row: None)
 
 
+def plain_attention(kept, comparison):
+    def change(fields):
+        for config in fields["configs"].values():
+            config["model"]["attention"] = "plain"
+
+    change_comparison(kept, change)
+
+
 CHANGES = {
+    "plain": plain_attention,
     "more": tuned_over_b1,
     "old": first_version,
     "before": lambda kept, _: change_comparison(kept, lambda fields: fields.update(format=5)),
@@ -79,6 +88,7 @@ REFUSED = [
     # What cannot be continued.
     ([*CONTINUE, "{kept}", "--gradient-clip-norm", "0.5"], 1, "gradient_clip_norm (1.0 there, 0.5"),
     ([*CONTINUE, "{kept}", "--num-steps", "8", "--dry-run"], 1, "num_steps (4 there, 8 here"),
+    ([*CONTINUE, "{plain}"], 1, "model.attention (plain there, auto here)"),
     ([*CONTINUE, "{old}"], 1, "format 1"),
     ([*CONTINUE, "{before}"], 1, "format 5"),
     ([*CONTINUE, "{damaged}"], 1, "{damaged}/compare.json"),
