@@ -327,7 +327,7 @@ def find_target(path: str | Path) -> Target:
     """
     if hub.is_on_hub(path):
         snapshot = hub.fetch(path)
-        return Target(path=str(path), directory=epath.Path(snapshot.directory), snapshot=snapshot)
+        return Target(path=str(path), directory=resolve(snapshot.directory), snapshot=snapshot)
     directory = resolve(path)
     if not directory.exists():
         raise FileNotFoundError(

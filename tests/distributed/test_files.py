@@ -32,6 +32,15 @@ def test_paths(tmp_path, monkeypatch):
             files.resolve(wrong)
 
 
+@pytest.mark.parametrize("mount", ["gs", "s3", "az", "hf"])
+def test_a_mount_named_like_a_scheme_is_on_the_disk(mount):
+    path = files.resolve(f"/{mount}/no-such-tokens")
+    for place in (path, path / "a", path.parent, files.resolve(path), epath.Path(str(path))):
+        assert not files.is_remote(place)
+    assert os.path.normpath(path).lstrip("/") == f"{mount}/no-such-tokens"
+    assert files.read_text(f"/{mount}/no-such-tokens/file") is None
+
+
 def test_files_are_written_and_read(tmp_path):
     path = tmp_path / "new" / "file"
     assert files.read_text(path) is None
