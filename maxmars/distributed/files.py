@@ -467,7 +467,7 @@ def sha256_of(
 ) -> str:
     """SHA-256 of a file, in hex; `progress` gets the bytes of each block that is read."""
     sha = hashlib.sha256()
-    with open(path, "rb") as file:
+    with resolve(path).open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
             sha.update(block)
             progress(len(block))
