@@ -10,8 +10,6 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-from maxmars.config.errors import in_words
-
 
 class _Stream:
     """A text stream of the process, in which a write that fails is the last one.
@@ -79,7 +77,9 @@ def standard_streams(*, keep_going: bool) -> Generator[None]:
 
 def why_no_output(output: Path) -> str | None:
     """Why the file of `--output` could not be written after all the work; None if it can."""
-    from maxmars.distributed.files import check_writable, resolve  # while help need not wait
+    # Not above: a maxmars that was installed for its optimizers alone has none of this.
+    from maxmars.config.errors import in_words
+    from maxmars.distributed.files import check_writable, resolve
 
     try:
         check_writable(resolve(output))

@@ -438,7 +438,7 @@ def test_steps_that_cannot_be_replayed_are_told_before_arrays_are_read(sound):
 def test_what_cannot_be_audited(sound, tmp_path, capsys):
     for arguments, expected in (
         ([str(tmp_path)], str(tmp_path)),
-        ([str(sound / "run"), "--replay", "0"], "--replay 0"),
+        ([str(sound / "run"), "--replay", "0"], "replay=0"),
         ([str(sound / "run"), "--replay", "3"], "2, 4, 6"),
     ):
         with pytest.raises(SystemExit):

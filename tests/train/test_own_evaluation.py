@@ -233,7 +233,7 @@ LINE = MINE[: MINE.index("1 / 0")].count("\n") + 1
 @pytest.mark.parametrize(
     ("own", "named", "begun"),
     [
-        ("mine.py", ["mine.py must", ".py:NAME"], False),
+        ("mine.py", ["'mine.py' must", "my_eval.py:rhyme"], False),
         ("none.py:rhyme", ["none.py"], False),
         ("mine.py:constant", ["'constant'"], False),
         ("mine.py:needs_two", ["mine.py:needs_two", "tokenizer"], False),
@@ -249,8 +249,9 @@ def test_a_wrong_function_is_refused_before_the_first_step(folder, own, named, b
     with pytest.raises(SystemExit):
         train("run", "--eval.own", own)
     error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1, error
-    assert all(word in error for word in ["eval.own", *named]), error
+    assert "Traceback" not in error
+    words = " ".join(error.replace("│", " ").replace("|", " ").split())  # of tyro's box, too
+    assert all(word in words for word in ["eval.own", *named]), error
     assert (folder / "run").exists() == begun
     assert not begun or not any("train/loss" in row for row in read_metrics(folder / "run"))
 
