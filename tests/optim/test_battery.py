@@ -199,7 +199,7 @@ def minimize(case, tx, loss, params, steps):
     return run(params)
 
 
-@ask(*CASES.keys() - {"muon hyperball"})  # no norm changes under it
+@ask(*(name for name in CASES if name != "muon hyperball"))  # no norm changes under it
 def test_it_finds_the_minima_of_a_parabola_and_of_rosenbrocks_function(case):
     steps = 4000
     target = BOWL | {"valley": jnp.ones(2), "two valleys": jnp.ones((2, 2))}
