@@ -7,6 +7,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from etils import epath
 from refusals import refused
 from tiny import ADAMW, MODEL, tiny_config, values_of
 from token_directories import write_nanogpt, write_shards
@@ -141,7 +142,7 @@ def test_a_continued_run_equals_an_uninterrupted_one_bit_by_bit(finished, tmp_pa
         step=6,
         train_loss=values_of(finished, "train/loss")[6],
         eval_loss=values_of(finished, "eval/loss")[6],
-        workdir=tmp_path,
+        workdir=epath.Path(tmp_path),
     )
     config = tiny_config()
     jax.tree.map(
