@@ -32,7 +32,7 @@ def print_help(arguments: Any, argv: Sequence[str], *, prog: str, about: str) ->
       arguments: its dataclass, or an instance that holds the defaults.
       argv: the words of a command line with `--help`, which the name of a group may follow.
       prog: the command's name, with its CONFIG if it takes one.
-      about: told below the docstring.
+      about: shown below the docstring.
 
     Raises:
       UsageError: there is no such group.

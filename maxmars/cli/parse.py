@@ -181,7 +181,7 @@ def parse_options(
       argv: the command line after the command's name.
       prog: the command's name in help and errors.
       default: the values of options that are not given; None takes the dataclass's own.
-      about: told by `--help` above the options.
+      about: what `--help` shows above the options.
       hint: what a word means that is no option.
       recorded: whether values are kept in records and files, which take no credentials.
 

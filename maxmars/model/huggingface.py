@@ -141,7 +141,8 @@ def config_fields(config: GPT2Config) -> dict[str, Any]:
         "scale_attn_weights": True,
         "reorder_and_upcast_attn": False,
         "tie_word_embeddings": True,
-        **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), config.dropout),
+        **dict.fromkeys(("embd_pdrop", "resid_pdrop"), config.dropout),
+        "attn_pdrop": config.dropout if config.attention == "plain" else 0.0,
         _OURS: {name: getattr(config, name) for name in _OUR_FIELDS},
     }
 

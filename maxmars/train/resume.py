@@ -124,6 +124,7 @@ def continued_config(
 
 
 def _may_change(row: tuple[str, Any, Any], config: TrainConfig) -> bool:
+    """Whether a field may change freely: a dotted name, with the values before and now."""
     name, *values = row
     if name == "model.attention" and getattr(config.model, "dropout", 0) and "plain" in values:
         return False  # which drops weights of the attention, as no other does
