@@ -83,8 +83,8 @@ def test_damage_that_one_process_sees_is_damage_to_all(tmp_path, cache):
         assert process.returncode == 0, errors
         results.append(json.loads(output.splitlines()[-1]))
     owned.release()
-    assert f"is being written by process {os.getpid()} on" in results[0]["refused"]
-    assert re.search(r"process 0 could not open .*owned .*; it says why", results[1]["refused"])
+    for result in results:
+        assert f"owned is being written by process {os.getpid()} on" in result["refused"]
     assert results[0]["due"] == results[1]["due"] == [60, 120, 180]
     assert [r["step"] for r in results] == [1, 1]
     assert [r["sound"] for r in results] == [True, True]
