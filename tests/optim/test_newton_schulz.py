@@ -1,4 +1,6 @@
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -106,8 +108,8 @@ def test_relative_error_to_the_polar_factor(preset, expected):
     assert error(jnp.bfloat16) <= exact + 0.003
 
 
-# On CPUs, which round operands to bfloat16 and multiply in float32, bfloat16 is off by 0.031 of the
-# norm at most (of 64 x 256 numbers; 0.021 of the larger ones), float32 by 2.5e-6.
+# On CPUs bfloat16 is off by 0.031 of the norm at most (of 64 x 256 numbers; 0.021 of the larger
+# ones), float32 by 2.5e-6.
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(64, 256), (768, 3072), (1024, 1024)])
 def test_bfloat16_on_an_accelerator_equals_the_plain_loop(shape):
@@ -131,3 +133,14 @@ def test_operands_are_bfloat16_and_accumulate_in_float32_on_accelerators():
         operands, result = line.rpartition("->")[::2]
         assert operands.count("xbf16>") == 2
         assert "xf32>" in result
+
+
+@pytest.mark.parametrize("shape", [(3, 32, 48), (3, 48, 32), (1, 48, 32), (48, 32)])
+def test_operands_on_cpus(shape):
+    """Products have the type that this CPU is fast in, also of matrices that are turned over."""
+    text = jax.jit(newton_schulz).lower(jnp.ones(shape)).compile().as_text()
+    computations = [block for block in text.split("\n\n") if " dot(" in block]
+    assert len(computations) == 15
+    operands = {found for c in computations for found in re.findall(r"= (\w+)\[.*parameter", c)}
+    has_instructions = "avx512_bf16" in Path("/proc/cpuinfo").read_text().split()
+    assert operands == {"bf16" if has_instructions else "f32"}
