@@ -1,4 +1,9 @@
-"""Checkpoints that survive accidents of disks and processes; `README.md` describes the format."""
+"""Checkpoints that survive faults of disks and processes; `README.md` describes the format.
+
+`writer` saves, `reader` loads, `digest` tells whether a bit has changed, `lock` lets one run write
+at a time, `journal` is the history of a run, and `environment` what it ran on. Orbax reads and
+writes the arrays.
+"""
 
 from maxmars.checkpoint.reader import (
     Checkpoint,

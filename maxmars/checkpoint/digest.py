@@ -1,4 +1,4 @@
-"""A digest of a tree of arrays: it tells whether a bit, or the position of a value, has changed.
+"""Digest of a tree of arrays, which changes with any bit and with the position of any value.
 
 The digest of a leaf is two sums modulo 2**32 over the leaf's 32-bit words. Each word is mixed with
 a hash of its global index before it is added:
@@ -8,8 +8,8 @@ a hash of its global index before it is added:
 
 `i_d` are the coordinates of the element, so no index is ever larger than one dimension and none
 overflows. Integer sums do not depend on their order: the digest is the same on every mesh, sharding
-and number of processes, while swapped layers, permuted rows and exchanged shards change it. It
-finds accidents; it does not protect against an attacker.
+and number of processes, while swapped layers, permuted rows and exchanged shards change it. The
+digest finds accidents; it is no protection against an attacker.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def leaf_paths(tree: Any) -> list[str]:
 
 
 def leaf_types(tree: Any) -> dict[str, str]:
-    """Leaf path -> type of the array, like `float32[12,768]`; the leaves may be abstract."""
+    """From leaf path to type of the array, like `float32[12,768]`; the leaves may be abstract."""
     return {
         path: f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
         for path, leaf in zip(leaf_paths(tree), jax.tree.leaves(tree), strict=True)
@@ -55,7 +55,7 @@ def leaf_types(tree: Any) -> dict[str, str]:
 
 
 def to_plain(tree: Any) -> Any:
-    """The tree as nested dicts, whose keys are the names in the leaves' paths."""
+    """The tree as nested dicts, whose keys are the elements of the leaves' paths."""
     return unflatten_dict(dict(_leaves_with_keys(tree)))
 
 
@@ -75,18 +75,18 @@ def _leaves_with_keys(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
 
 
 def digest(tree: Any) -> dict[str, str]:
-    """Leaf path -> digest of the leaf in 16 hex digits; see `digest_and_finite`."""
+    """From leaf path to digest of the leaf in 16 hex digits; see `digest_and_finite`."""
     return digest_and_finite(tree)[0]
 
 
 def digest_and_finite(tree: Any) -> tuple[dict[str, str], dict[str, bool]]:
-    """By leaf path, the digest of the leaf in 16 hex digits, and whether all of it is finite.
+    """By leaf path, the digest of the leaf in 16 hex digits, and whether all elements are finite.
 
-    They are computed on the leaves' devices in one call.
+    Both are computed on the leaves' devices, by one program for all leaves.
 
     Args:
       tree: any pytree of real arrays or scalars. Arrays may be sharded over one mesh, also over the
-        devices of several processes; then every process must call, and every one gets the result.
+        devices of several processes; then all processes must call, and all get the result.
 
     Raises:
       ValueError: a leaf is complex, a PRNG key or wider than 64 bits, or two paths are equal.
@@ -104,7 +104,7 @@ def digest_and_finite(tree: Any) -> tuple[dict[str, str], dict[str, bool]]:
         return {}, {}
     shardings = (getattr(leaf, "sharding", None) for leaf in leaves)
     mesh = next((s.mesh for s in shardings if isinstance(s, NamedSharding)), None)
-    # A copy on every device of the mesh, so that each process can read the result.
+    # Replicated, so that each process can read the result.
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
     sums = np.asarray(_compiled(everywhere)(leaves))
     digests = {path: f"{a:08x}{b:08x}" for path, (a, b, _) in zip(paths, sums, strict=True)}
@@ -117,15 +117,14 @@ def combine(digests: dict[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-@functools.cache  # jit keeps its traces on the wrapped function: the same one must come back
+@functools.cache  # jit caches traces by function, and each call here would make a new lambda
 def _compiled(sharding: NamedSharding | None) -> Callable[[Sequence[Any]], jax.Array]:
     return jax.jit(lambda leaves: jnp.stack(list(map(leaf_sums, leaves))), out_shardings=sharding)
 
 
-@jax.jit  # so that leaves of one shape are traced once, in all trees
+@jax.jit  # leaves of one shape are then traced once for all trees
 def leaf_sums(x: Any) -> Array:
-    """The two sums of the module's docstring, and whether an element is not finite, `uint32[3]`;
-    for use under `jax.jit`."""
+    """The two sums of the module's docstring, and 1 if an element is not finite, as `uint32[3]`."""
     x = jnp.asarray(x)
     words = _words(x)
     mixed = [
@@ -147,7 +146,7 @@ def leaf_sums(x: Any) -> Array:
 
 
 def _words(x: Array) -> Array:
-    """The bits of each element as a uint32; of 64 bits as two, low word first, in a last axis."""
+    """The bits of each element as a uint32; 64 bits as two in a last axis, low word first."""
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint32)
     if x.dtype.itemsize >= 4:

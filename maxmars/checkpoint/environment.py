@@ -1,4 +1,8 @@
-"""What a run ran on: versions, code, devices and mesh."""
+"""Environment of a run: versions, code, devices and mesh.
+
+Every checkpoint and the run's directory hold one. It is recorded and compared, never required: a
+run may continue with other versions or on other devices, and the reports say what changed.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         "num_devices": len(devices),
         "num_processes": jax.process_count(),
         "mesh": dict(mesh.shape),
-        # XLA splits sums on CPUs by the number of threads, so their rounding depends on it.
+        # XLA on CPUs splits sums by the number of threads, which changes their rounding.
         **({"num_cores": _num_cores()} if devices[0].platform == "cpu" else {}),
         **({"libtpu_init_args": _libtpu_init_args()} if devices[0].platform == "tpu" else {}),
     }
@@ -45,7 +49,7 @@ def package_versions() -> dict[str, str]:
 
 
 def package_digest() -> str:
-    """The first 16 hex digits of the SHA-256 over the Python files of maxmars, as they lie here."""
+    """The first 16 hex digits of the SHA-256 over the Python files of the installed maxmars."""
     root = Path(maxmars.__file__).parent
     sha = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -56,8 +60,8 @@ def package_digest() -> str:
 def changes_since(
     earlier: Mapping[str, Any], now: Mapping[str, Any], *, devices: bool = False
 ) -> list[str]:
-    """How the code, the versions and the number of a CPU's cores differ between two results of
-    `environment`, in words; with `devices` also the system, the devices and the mesh."""
+    """Differences in words between two results of `environment`: of code, versions and CPU cores;
+    with `devices` also of the system, the devices and the mesh."""
     names = ["git_commit", "code", "python", *package_versions(), "num_cores", "libtpu_init_args"]
     names += ["system", "platform", "device_kinds", "num_devices", "mesh"] if devices else []
     return [
@@ -68,7 +72,7 @@ def changes_since(
 
 
 def _libtpu_init_args() -> str:
-    """Options of the compiler for TPUs that the environment sets."""
+    """Options of the TPU compiler from the environment variable."""
     return os.environ.get("LIBTPU_INIT_ARGS", "")
 
 

@@ -1,16 +1,15 @@
-"""The journal of a run: what each session began with, saved and ended with, one line each.
+"""The journal of a run: a line for each begin and end of a session, each save and each rewind.
 
-`<workdir>/journal.jsonl` only grows. Every line holds the hash of the line above it (`before`), and
-a checkpoint the hash of the line that told of it before it was written. So no line can be changed,
-taken away or put between without a trace, those of lost steps included. What else is known of a
-run's past follows from its lines: the trajectory that led to a checkpoint, where the time went,
-what changed, and which weights it started from. There are no keys: whoever writes all lines anew is
-found only by computing the steps again (`audit --replay`).
+`<workdir>/journal.jsonl` only grows. Every line holds the hash of the line above (`before`), and
+every checkpoint the hash of its `saved` line, which is written first. So no line can be changed,
+removed or inserted without a trace, lines of lost steps included. The history of a run follows from
+the lines: the trajectory that led to a checkpoint, where the time went, changes of the config, and
+the initial weights. The chain has no keys: a forger who writes all lines anew is found only by
+computing the steps again (`audit --replay`).
 
-A kill may leave a line without its end. The next session goes on below it, and as no line holds its
-hash, nothing is missing. It may also leave a `saved` line whose checkpoint was not completed: the
-next session begins at an older step, and the steps after that are no part of the trajectory.
-`maxmars rewind` adds a line too, from which the next session goes on.
+A kill may leave an incomplete line. The next session continues below; no line holds the hash of the
+incomplete one, so the chain is whole. A kill may also leave a `saved` line without a complete
+checkpoint: the next session begins at an older step, and later steps are not in the trajectory.
 
 `maxmars.train.journal` writes the lines of a session.
 """
@@ -36,44 +35,46 @@ from maxmars.distributed.workdir import JOURNAL
 
 @dataclass(frozen=True)
 class PrefixHash:
-    """The first lines of the metrics: how many, and a chain of SHA-256, in hex, of each line behind
-    the digest of those before it."""
+    """Number and hash of the first lines of the metrics. The hash is a chain: SHA-256 of the hash
+    of the lines before and the next line, in hex."""
 
     lines: int = 0
     sha256: str = ""
 
     def after(self, line: Mapping[str, Any]) -> PrefixHash:
-        """With one line more."""
+        """The hash of the same lines and this one."""
         text = f"{self.sha256}\n{json.dumps(line)}"
         return PrefixHash(self.lines + 1, hashlib.sha256(text.encode()).hexdigest())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """What all lines have. `below` completes a new one."""
+    """Fields of all lines. `below` fills them in for a new line."""
 
     kind: ClassVar[str]
 
     step: int
-    """Where the run stands."""
+    """Step of the run at this line."""
     time: str = ""
-    """When it was written, with the time zone."""
+    """Time of writing, with the time zone."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Of the session so far, by activity."""
+    """Seconds of the session so far, by activity."""
     before: str | None = None
-    """Hash of the line above; None in the first."""
+    """Hash of the line above; None in the first line."""
     as_read: str | None = field(default=None, repr=False, compare=False)
-    """JSON of a line that was read, with whatever else it has; None of a new one."""
+    """JSON of a line from the file, unknown fields included, so that its hash stays the same; None
+    for a new line."""
 
     @property
     def text(self) -> str:
-        """JSON of the line, as it stands in the file."""
+        """JSON of the line, as in the file."""
         if self.as_read is not None:
             return self.as_read
         fields = dataclasses.asdict(self)
         head = {"kind": self.kind, "time": fields.pop("time"), "step": fields.pop("step")}
         tail = {"seconds": fields.pop("seconds"), "before": fields.pop("before")}
         del fields["as_read"]
+        # `from_` of `Rewound` is "from" in the file, which is a keyword of Python.
         own = {name.removesuffix("_"): value for name, value in fields.items()}
         return json.dumps(head | own | tail)
 
@@ -90,20 +91,19 @@ class Began(Line):
     kind = "began"
 
     start: float
-    """Of the process, seconds since 1970."""
+    """Start of the process, in seconds since 1970."""
     digest: str
     position: int
-    """Examples that were read."""
+    """Training examples consumed."""
     command: str | None
-    """None if the run was started in Python."""
+    """The command line; None if the run was started in Python."""
     config: Mapping[str, Any]
     """JSON-ready; see `train_config`."""
     data: str
     """Digest of the data."""
     environment: Mapping[str, Any]
     init_from: dict[str, Any] | None
-    """Where the run's weights came from at its first step, see `init_from.Initial`; None for random
-    ones."""
+    """Origin of the run's initial weights, see `init_from.Initial`; None for random weights."""
 
     def train_config(self) -> TrainConfig:
         return from_dict(self.config)
@@ -118,18 +118,18 @@ class Saved(Line):
     digest: str
     position: int
     tokens: int
-    """That the run has trained on."""
+    """Tokens trained on so far."""
     metrics: PrefixHash
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended(Line):
-    """A session ends in order, with the state that it saved last or began with."""
+    """A session ends without a fault; its last state is that of its last save or of its begin."""
 
     kind = "ended"
 
     done: bool
-    """Whether all steps and evaluations are made."""
+    """Whether all steps and evaluations of the run are done."""
     metrics: PrefixHash
 
 
@@ -140,11 +140,11 @@ class Rewound(Line):
     kind = "rewound"
 
     from_: int
-    """The step that was saved last."""
+    """The step of the newest checkpoint before."""
     digest: str
-    """Of the checkpoint."""
+    """Digest of the checkpoint of `step`."""
     position: int
-    """After the examples that are left out."""
+    """Training examples consumed or skipped."""
     skip_examples: int
     new_optimizer_state: bool
 
@@ -156,7 +156,7 @@ def line_of(values: Mapping[str, Any]) -> Line:
     """A line from its JSON object.
 
     Raises:
-      KeyError: it is of no kind, or lacks a field of its kind.
+      KeyError: the object names no known kind, or lacks a field of its kind.
     """
     kind = _KINDS[values["kind"]]
     names = {each.name for each in dataclasses.fields(kind)} - {"as_read"}
@@ -167,7 +167,13 @@ def line_of(values: Mapping[str, Any]) -> Line:
 
 
 def below(above: Line | None, line: Line, seconds: Mapping[str, float]) -> Line:
-    """A new line, complete, below the last one of the journal; None is above the first."""
+    """A new line, completed with time, seconds and the hash of the line above.
+
+    Args:
+      above: the last line of the journal; None if there is none.
+      line: the new line.
+      seconds: see `Line`.
+    """
     return dataclasses.replace(
         line,
         time=time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -177,10 +183,11 @@ def below(above: Line | None, line: Line, seconds: Mapping[str, float]) -> Line:
 
 
 def read_journal(workdir: epath.PathLike) -> list[Line]:
-    """The lines of `<workdir>/journal.jsonl`; none if there is no file.
+    """The lines of `<workdir>/journal.jsonl`; an empty list if there is no file.
 
     Raises:
-      ValueError: a session was steered by options of `train`, as before there was `rewound`.
+      ValueError: an earlier version wrote the journal, with a session that was rewound by options
+        of `train`.
     """
     workdir = epath.Path(workdir)
     lines = _read(workdir)
@@ -201,12 +208,15 @@ def _read(workdir: epath.Path) -> list[Line]:
 
 
 def mismatched_field(workdir: epath.Path, meta: Mapping[str, Any]) -> str | None:
-    """The first field in which a checkpoint's `meta` differs from the journal; None if they agree,
-    or the line whose hash the checkpoint holds is not there."""
+    """The first field in which a checkpoint's `meta` differs from the journal.
+
+    None if all agree, or if the journal lacks the line whose hash the checkpoint holds.
+    """
     lines = {line.hash: line for line in _read(workdir)}
     saved = began = lines.get(meta.get("journal") or "")
     while began is not None and not isinstance(began, Began):
-        began = lines.get(began.before or "")  # which was above it when it was written
+        # By hashes, not by position: above this line there may be an incomplete one.
+        began = lines.get(began.before or "")
     recorded: dict[str, Any] = {}
     if began is not None:
         recorded |= {"data_digest": began.data, "config": began.config}
@@ -220,33 +230,37 @@ def mismatched_field(workdir: epath.Path, meta: Mapping[str, Any]) -> str | None
 
 
 def lines_until(lines: Sequence[Line], last: str | None) -> Sequence[Line] | None:
-    """The lines up to the one with this hash; None if there is none."""
+    """The lines up to the line with this hash; None if no line has it."""
     hashes = [line.hash for line in lines]
     return lines[: hashes.index(last) + 1] if last in hashes else None
 
 
 def broken_links(lines: Sequence[Line]) -> list[Line]:
-    """The lines that were not written after the line above them."""
+    """The lines whose `before` is not the hash of the line above."""
     hashes = [None, *(line.hash for line in lines)]
     return [line for above, line in zip(hashes, lines, strict=False) if line.before != above]
 
 
 def complete_save(lines: Iterable[Line]) -> int:
-    """The step of the last checkpoint that was complete, as what came after it tells, and neither
-    rewound nor lost before the last session began; 0 without one."""
+    """The step of the last save that was surely completed; 0 if there is none.
+
+    Rewound and lost steps do not count.
+    """
     complete = latest = 0
     for line in lines:
+        # A line of any other kind names the step of a complete checkpoint. A `saved` line proves
+        # that the save before is complete, as a run has one save under way at most.
         complete = latest if isinstance(line, Saved) else line.step
         latest = line.step
     return complete
 
 
 def trajectory(lines: Iterable[Line]) -> list[Began | Saved | Rewound]:
-    """The lines that led to the last of these lines.
+    """The lines that led to the state of the last line.
 
-    A session goes on from the save of the step that it began at, or from the last rewind to it;
-    what was saved after that step, and a session that saved nothing, led nowhere. Neither did a
-    rewind to another step, whose checkpoints were not set aside, or were put back by hand.
+    A session continues from the save of its first step, or from the last rewind to that step. Not
+    in the trajectory are saves after that step, sessions that saved nothing, and rewinds to another
+    step (whose newer checkpoints were not set aside, or were put back by hand).
     """
     chain: list[Began | Saved | Rewound] = []
     rewinds: list[Rewound] = []  # since the last session began
@@ -264,18 +278,19 @@ def trajectory(lines: Iterable[Line]) -> list[Began | Saved | Rewound]:
 def _led_to(
     step: int, chain: Sequence[Began | Saved | Rewound], rewinds: Sequence[Rewound]
 ) -> list[Began | Saved | Rewound]:
-    """The lines of a trajectory that led to a session which begins at a step."""
+    """The lines of a trajectory that led to the begin of a session at `step`."""
     chain = list(chain)
     while chain and (isinstance(chain[-1], Began) or chain[-1].step > step):
         chain.pop()
     to_here = [rewound for rewound in rewinds if rewound.step == step]
+    # Of several rewinds to one step the last counts, also if the first was before another session.
     if to_here and chain and isinstance(chain[-1], Rewound):
         chain.pop()
     return [*chain, *to_here[-1:]]
 
 
 def rewound_to(lines: Sequence[Line], step: int) -> Rewound | None:
-    """The rewind that a session goes on from which begins at a step now; None if there is none."""
+    """The rewind from which a session that begins at `step` now would continue; None if none."""
     since = itertools.takewhile(lambda line: not isinstance(line, Began), reversed(lines))
     rewinds = [line for line in since if isinstance(line, Rewound)]
     *_, last = [None, *_led_to(step, trajectory(lines), rewinds[::-1])]
@@ -287,7 +302,7 @@ def session_starts(lines: Iterable[Line]) -> list[Began]:
 
 
 def changes_of_config(lines: Iterable[Line]) -> dict[int, str]:
-    """The fields that changed from session to session of a trajectory, in words, by step."""
+    """Changes of config fields between the sessions of a trajectory, in words, by step."""
     changes = {}
     for before, after in itertools.pairwise(session_starts(lines)):
         rows = differences(before.train_config(), after.train_config())
@@ -299,16 +314,16 @@ def changes_of_config(lines: Iterable[Line]) -> dict[int, str]:
 def metrics_changed_since(
     rows: Iterable[Mapping[str, Any]], lines: Sequence[Line], checkpoint: str | None
 ) -> int | None:
-    """The last step up to which metrics are as the journal recorded them; None if all are.
+    """The last step up to which the metrics are as the journal recorded them; None if all are.
 
-    A run only appends to its metrics, or continues after some of them. So each save of its
-    trajectory vouches for a beginning of the file, and so does the end of a session at its newest
-    checkpoint, which may have made the evaluations of that step.
+    A run appends to its metrics; a resume first cuts them at its step. So each save of the
+    trajectory records the hash of a prefix of the file. The end of a session at the newest
+    checkpoint does too: it may have added the evaluations of that step.
 
     Args:
       rows: lines of `metrics.jsonl`.
-      lines: of the journal.
-      checkpoint: the hash in the newest checkpoint.
+      lines: lines of the journal.
+      checkpoint: hash of a journal line, as the newest checkpoint holds it.
     """
     until = lines_until(lines, checkpoint)
     if until is None:
@@ -321,8 +336,8 @@ def metrics_changed_since(
     since = 0
     for line in [*trajectory(until), *ends]:
         if isinstance(line, Saved | Ended):
-            vouched = line.metrics
-            if vouched.lines >= len(prefixes) or prefixes[vouched.lines] != vouched:
+            recorded = line.metrics
+            if recorded.lines >= len(prefixes) or prefixes[recorded.lines] != recorded:
                 return since
         since = line.step
     return None

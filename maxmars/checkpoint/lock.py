@@ -1,9 +1,9 @@
-"""One writer at a time: a run owns its directory of checkpoints while it has it open for writing.
+"""One writer at a time: a run owns its directory of checkpoints while the directory is open.
 
-On a disk the kernel holds the lock (`flock` on `.lock`) and releases it when the process dies,
-however it dies. A lock is never stale, nobody has to delete a file, and a second run is refused. An
-object store has no kernel, and cannot tell whether an owner is alive: there a second run takes over
-(`Claim`).
+On a disk the kernel holds the lock (`flock` on `.lock`), and releases it when the process dies by
+any cause. So a lock is never stale, nobody has to delete a file, and a second run is refused. An
+object store has no such lock, and cannot tell whether an owner is alive: there a second run takes
+over (`Claim`).
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from maxmars.distributed.files import (
     try_lock,
 )
 
-_PATIENCE_S = 2.0  # a process that is being killed keeps its lock until its memory is freed
+_TIMEOUT_S = 2.0  # a process that is being killed keeps its lock until its memory is freed
 _OWNER_KEY = "owner.json"
 _CHECK_RETRIES = 16  # for a minute: a run should not end for a short fault of the network
 
 
 class InUseError(ValueError):
-    """Another run owns the directory, or has taken it over."""
+    """Another run owns the directory, or has taken over."""
 
 
 def acquire(directory: epath.PathLike) -> FileLock | Claim | None:
-    """Make the directory and own it, in the name of all processes; they must all call.
+    """Make a directory, and own it for all processes of the run; all must call.
 
-    On a disk the primary process gets the lock, and the others None.
+    Returns:
+      The lock in the primary process, and None in the others; in a bucket a claim in each.
 
     Raises:
-      InUseError: another run owns it; processes other than the primary raise ValueError.
-      OSError: it cannot be written to; processes other than the primary raise ValueError.
+      InUseError: another run owns the directory.
+      OSError: the directory cannot be written to.
+      Processes other than the primary raise ValueError instead.
     """
     lock = None
 
@@ -59,43 +61,43 @@ def acquire(directory: epath.PathLike) -> FileLock | Claim | None:
     return lock if generation is None else Claim(directory, generation)
 
 
-def is_owned(directory: epath.PathLike, patience_s: float = 0.0) -> bool:
-    """Whether a living process on any host owns a directory.
+def is_owned(directory: epath.PathLike, timeout_s: float = 0.0) -> bool:
+    """Whether a living process on any host owns a directory, after a wait of at most `timeout_s`.
 
-    Waits `patience_s` for it to go. In a bucket none is: a new start takes over.
+    A directory in a bucket is never owned: a new start takes over.
     """
     if is_remote(directory):
         return False
     path = os.path.join(directory, ".lock")
     try:
         with open(os.open(path, os.O_RDWR | os.O_NOFOLLOW), "r+") as file:
-            return not try_lock(file, path, patience_s)
+            return not try_lock(file, path, timeout_s)
     except OSError:
         return False
 
 
 class FileLock:
-    """A kernel lock on `<directory>/.lock`, whose contents tell other runs who owns it.
+    """A kernel lock on `<directory>/.lock`; the contents of the file describe the owner.
 
     Raises:
-      InUseError: the directory has another owner, who did not go within `patience_s`.
+      InUseError: the directory still has another owner after `timeout_s`.
       OSError: the file cannot be created, or is a link.
     """
 
-    def __init__(self, directory: epath.PathLike, patience_s: float = _PATIENCE_S) -> None:
+    def __init__(self, directory: epath.PathLike, timeout_s: float = _TIMEOUT_S) -> None:
         self._path = os.path.join(directory, ".lock")
-        # What a link leads to would be written over.
+        # O_NOFOLLOW: the target of a link would be overwritten.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
         self._file: IO[str] = os.fdopen(os.open(self._path, flags, 0o666), "r+")
         try:
-            if not try_lock(self._file, self._path, patience_s):
+            if not try_lock(self._file, self._path, timeout_s):
                 owner = _describe_owner(self._file.read())
                 raise InUseError(
                     f"{directory} is being written by {owner}: two runs in one directory would "
                     "overwrite each other's checkpoints. Wait until it ends or stop it, or choose "
                     "another --workdir."
                 )
-            with contextlib.suppress(OSError):  # a full disk: others learn less, but are kept out
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without a description
                 self._file.truncate(0)
                 self._file.write(_owner_record())
                 self._file.flush()
@@ -104,8 +106,8 @@ class FileLock:
             raise
 
     def check(self) -> None:
-        """Raise OSError if the directory is not the one that was locked: deleted, renamed, or its
-        lock file was."""
+        """Raise OSError if the lock file is gone from its path: it or the directory was deleted or
+        renamed."""
         try:
             is_ours = os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno()))
         except FileNotFoundError:
@@ -127,10 +129,10 @@ def write_claim(directory: epath.PathLike) -> str:
     """Write `owner.json` into a directory in a bucket.
 
     Returns:
-      The generation that the store gave to this write, in hex; see `Claim`.
+      The object's generation after this write, in hex; see `Claim`.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the object cannot be written.
     """
     with reporting(directory):
         stamp = open_store(directory).write(_OWNER_KEY, _owner_record().encode()).result()
@@ -138,15 +140,15 @@ def write_claim(directory: epath.PathLike) -> str:
 
 
 class Claim:
-    """Ownership of a directory in a bucket: the last process that wrote `owner.json` has it.
+    """Ownership of a directory in a bucket: the last process that wrote `owner.json` is the owner.
 
-    The run asks before each save whether the object still has the generation of its own write: the
-    start after it wins, and this run writes and deletes nothing more. (A save that it began before
-    can still end: no object store has a way to prevent that.)
+    Before each save, a run compares the object's generation with that of its own write. If they
+    differ, a later start has taken over, and this run writes and deletes nothing more. (A save that
+    is under way may still be completed: object stores cannot prevent that.)
 
     Args:
       directory: path in the bucket.
-      generation: of the object, as the primary process wrote it.
+      generation: generation of the object when the primary process wrote it, in hex.
     """
 
     def __init__(self, directory: epath.PathLike, generation: str) -> None:
@@ -154,7 +156,7 @@ class Claim:
         self._store = open_store(directory, max_retries=_CHECK_RETRIES)
 
     def check(self) -> None:
-        """Raise InUseError if another start has taken over, OSError if the store cannot tell."""
+        """Raise InUseError if another start has taken over, OSError if the store times out."""
         with reporting(self._directory):
             owner = self._store.read(_OWNER_KEY).result()
         if owner.stamp.generation.hex() != self._generation:
@@ -165,11 +167,11 @@ class Claim:
             )
 
     def release(self) -> None:
-        """Nothing: the object tells who had the directory last, and a new start waits for none."""
+        """Do nothing: a new start takes over anyway, and the object shows the last owner."""
 
 
 def _owner_record() -> str:
-    """This process, for others to read."""
+    """JSON that describes this process."""
     since = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "since": since})
 

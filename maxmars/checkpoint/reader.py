@@ -1,8 +1,10 @@
-"""Read checkpoints: what one says of itself, and its arrays, checked against their digests.
+"""Reading of checkpoints: metadata and arrays, checked against checksum and digests.
 
 `read` and `load` take the newest sound checkpoint, or the one of a given step. They change nothing
-on the disk, so that they may be used while a run writes to the same directory. `README.md` beside
-this file describes the format.
+on the disk, so that they may be used while a run writes to the same directory. An error counts as
+damage unless its cause may be elsewhere (network, memory, permissions): damage makes a run continue
+from an older checkpoint, other errors end it. Each process reads its own shards, and all agree on
+the verdict. `README.md` beside this file describes the format.
 """
 
 from __future__ import annotations
@@ -32,18 +34,17 @@ from maxmars.distributed import files, processes
 from maxmars.distributed.workdir import CHECKPOINTS, JOURNAL
 
 FORMAT_VERSION = 3
-"""Of what a checkpoint says of itself; others are refused."""
+"""Format of a checkpoint's metadata; others are refused."""
 
 Result = TypeVar("Result")
 Skipped = tuple[tuple[int, str], ...]
 """(step, reason) of the newer checkpoints that could not be used."""
 
 _LOGGER = logging.getLogger(__name__)
-_READ_BYTES = 2**30  # of arrays that `check_arrays` compares at a time
+_READ_BYTES = 2**30  # size of the arrays that `check_arrays` reads at a time
 _WIDE = {"float64", "int64", "uint64"}
 
-# Errors that say nothing about the checkpoint: another attempt, or another machine, may not meet
-# them.
+# Errors that say nothing about the checkpoint: a retry, or another machine, may succeed.
 _NOT_DAMAGE = (
     "RESOURCE_EXHAUSTED",
     "PERMISSION_DENIED",
@@ -61,20 +62,20 @@ class DamagedError(Exception):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint says of itself."""
+    """Metadata of a checkpoint."""
 
     path: epath.Path
-    """Its directory."""
+    """Directory of the checkpoint."""
     step: int
     """Optimizer steps that led to the state."""
     data_position: int
     """Training examples consumed."""
     data_digest: str | None
-    """Digest of the data that the run read; None where `Checkpointer` was told of none."""
+    """Digest of the data that the run read; None if `Checkpointer` got none."""
     config: TrainConfig
-    """Of the run."""
+    """Config of the run."""
     environment: dict[str, Any]
-    """Versions, devices and mesh of the run that wrote it; see `environment.environment`."""
+    """Versions, devices and mesh of the run; see `environment.environment`."""
     types: dict[str, str]
     """Type of each array by its path, like `float32[12,768]`."""
     digests: dict[str, str]
@@ -82,29 +83,29 @@ class Checkpoint:
     digest: str
     """Digest of the whole state."""
     tokens: int
-    """Trained on so far; with another batch size or length, a step may have had more or fewer."""
+    """Tokens trained on so far, whatever the batch size and length of earlier sessions."""
     journal: str | None
-    """Hash of the line in the run's journal that tells of this save, see `train/README.md`; None
-    where `Checkpointer.save` was told of none."""
+    """Hash of the `saved` line of this checkpoint in the run's journal; None if
+    `Checkpointer.save` got no `journal`."""
 
     @property
     def has_evaluation_params(self) -> bool:
-        """Whether others than `params`, which are trained, are evaluated and exported."""
+        """Whether other parameters than the trained `params` are evaluated and exported."""
         return any(name.startswith("evaluation_params/") for name in self.types)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """Arrays that agree with their digests."""
+    """Arrays that match their digests."""
 
     state: Any
-    """The arrays in the containers that were asked for."""
+    """The arrays, in the containers of the abstract state."""
     checkpoint: Checkpoint
     skipped: Skipped
 
 
 def read(directory: epath.PathLike, step: int | None = None) -> Checkpoint:
-    """What the newest readable checkpoint says of itself, or the one of `step`, without its arrays.
+    """Metadata of the newest readable checkpoint, or of the one of `step`, without its arrays.
 
     Raises:
       FileNotFoundError, ValueError: see `first_sound`.
@@ -113,10 +114,10 @@ def read(directory: epath.PathLike, step: int | None = None) -> Checkpoint:
 
 
 def load(directory: epath.PathLike, abstract: Any, step: int | None = None) -> Loaded:
-    """Load arrays of the newest checkpoint in which they agree with their digests, or of `step`.
+    """Load arrays of the newest checkpoint in which they match their digests, or of `step`.
 
-    Every process of a run calls, and each gets the result or an error. For the arguments and errors
-    see `first_sound` and `load_arrays`.
+    All processes of a run must call; each gets the result or an error. For arguments and errors see
+    `first_sound` and `load_arrays`.
     """
 
     def use(checkpoint: Checkpoint, skipped: Skipped) -> Loaded:
@@ -129,15 +130,16 @@ def load(directory: epath.PathLike, abstract: Any, step: int | None = None) -> L
 def first_sound(
     directory: epath.PathLike, use: Callable[[Checkpoint, Skipped], Result], step: int | None = None
 ) -> Result:
-    """What `use` returns for the newest checkpoint of a run in which it finds no damage.
+    """The result of `use` for the newest checkpoint in which `use` finds no damage.
 
-    It may call `load_arrays` many times, and so work on a state that is larger than the memory.
-    Where it raises DamagedError, it does so in every process, and is called again for the
-    checkpoint before; where a run has saved meanwhile, for the newest.
+    If `use` raises DamagedError, it is called again: for the next older checkpoint, or if a run has
+    saved meanwhile, for the newest. It may call `load_arrays` several times, for a state that is
+    larger than the memory.
 
     Args:
       directory: the directory of the checkpoints, usually `<workdir>/checkpoints`.
-      use: takes a checkpoint, and the newer ones that could not be used.
+      use: called with a checkpoint, and the skipped newer ones; raises DamagedError in every
+        process or in none.
       step: take this checkpoint and no other.
 
     Raises:
@@ -160,9 +162,9 @@ def first_sound(
         try:
             return use(_read_checkpoint(path), tuple(skipped))
         except DamagedError as error:
-            damage = str(error)  # in words: the error would keep the arrays that were read
+            damage = str(error)  # only the text: the error's traceback holds the arrays
         if step is None and (now := steps_of_run(root)) and now[-1] > steps[-1]:
-            steps, untried = now, [*now]  # a run goes on here, and deletes older ones
+            steps, untried = now, [*now]  # a run writes here, and deletes old checkpoints meanwhile
             skipped.clear()
             continue
         skipped.append((number, damage))
@@ -179,14 +181,14 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
     """Load arrays of one checkpoint, and compare them with their digests.
 
     Args:
-      checkpoint: what it says of itself.
-      abstract: tree of `jax.ShapeDtypeStruct` that names some of the arrays or all, such as
-        `{"params": ...}`, with the shardings that the result shall have, on any mesh and any number
-        of processes. An array without a sharding goes to this process's first device.
-      whole: the checkpoint must have no others.
+      checkpoint: metadata of the checkpoint.
+      abstract: tree of `jax.ShapeDtypeStruct` of some or all arrays, such as `{"params": ...}`,
+        with the shardings of the result, on any mesh and any number of processes. An array without
+        a sharding goes to this process's first device.
+      whole: raise if the checkpoint has other arrays besides.
 
     Raises:
-      DamagedError: they cannot be read or do not agree with their digests; every process raises.
+      DamagedError: arrays cannot be read or differ from their digests; every process raises.
       ValueError: the checkpoint has arrays of other names, shapes or types, or a sharding does not
         divide its array.
       OSError: the network or the store has failed.
@@ -197,25 +199,25 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
         abstract,
     )
     for leaf in jax.tree.leaves(abstract):
-        leaf.sharding.shard_shape(leaf.shape)  # one that does not divide is no damage: raise now
+        leaf.sharding.shard_shape(leaf.shape)  # raises if it does not divide: that is no damage
     wanted, saved = leaf_types(abstract), checkpoint.types
     names = wanted | saved if whole else wanted
-    wrong = [name for name in names if saved.get(name) != wanted.get(name)]
-    if wrong:  # not damage: the older checkpoints of the run would not fit either
-        there, here = (types.get(wrong[0], "absent") for types in (saved, wanted))
+    mismatched = [name for name in names if saved.get(name) != wanted.get(name)]
+    if mismatched:  # no damage: older checkpoints of the run would not fit either
+        there, here = (types.get(mismatched[0], "absent") for types in (saved, wanted))
         raise ValueError(
-            f"the checkpoint {checkpoint.path} does not fit this configuration: {len(wrong)} "
-            f"arrays differ, first {wrong[0]}, which is {there} there and {here} here. Use the "
-            "configuration and version it was written with, or start a run from its weights with "
-            f"--init-from {checkpoint.path} and another --workdir."
+            f"the checkpoint {checkpoint.path} does not fit this configuration: {len(mismatched)} "
+            f"arrays differ, first {mismatched[0]}, which is {there} there and {here} here. Use "
+            "the configuration and version it was written with, or start a run from its weights "
+            f"with --init-from {checkpoint.path} and another --workdir."
         )
 
     def read_own_shards() -> Any:
         plain = to_plain(abstract)
         restore_args = ocp.checkpoint_utils.construct_restore_args(plain)
-        # `load` of Orbax's v1 waits for the other processes, which may have failed, and reads in an
-        # event loop of a thread of its own.
-        # By default each process would read a file of every process that wrote, for random keys.
+        # Not `load` of Orbax's v1: it waits for the other processes, which may have failed, and
+        # reads in an event loop of its own thread. No metadata store: each process would read a
+        # file of every process that wrote, for PRNG keys, which no state has.
         arrays_alone = ocp.type_handlers.ArrayHandler(array_metadata_store=None)
         handler = ocp.PyTreeCheckpointHandler(
             restore_concurrent_gb=-(-bytes_in_flight(abstract) // 10**9),
@@ -228,19 +230,21 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
                 checkpoint.path / "state",
                 args=ocp.args.PyTreeRestore(plain, restore_args, partial_restore=True),
             )
-        # Orbax leaves an array abstract if its index, where a bit may be wrong, lacks it.
+        # Orbax leaves an array abstract if its own index, which may be damaged, lacks the array.
         if not all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(plain)):
             raise DamagedError("state cannot be read (arrays are missing)")
         return from_plain(plain, abstract)
 
     def compare_digests() -> None:
-        wrong = [name for name, value in digests.items() if value != checkpoint.digests[name]]
-        if wrong:
+        damaged = [name for name, value in digests.items() if value != checkpoint.digests[name]]
+        if damaged:
             raise DamagedError(
-                f"{len(wrong)} of {len(digests)} arrays differ from their digest, first {wrong[0]}"
+                f"{len(damaged)} of {len(digests)} arrays differ from their digest, first "
+                f"{damaged[0]}"
             )
 
-    # A digest is a sum over the devices of all processes: each process must have its shards before.
+    # Two agreements: a digest sums over the devices of all processes, so a process whose reading
+    # has failed must stop all of them before.
     path = checkpoint.path / "state"
     state = _in_all_processes(path, read_own_shards)
     digests = digest(state)
@@ -249,8 +253,10 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
 
 
 def load_params(checkpoint: Checkpoint, abstract: Any) -> Any:
-    """The parameters that are evaluated and exported, or some of them, in the types of `abstract`;
-    see `load_arrays`."""
+    """The parameters that are evaluated and exported, or some of them, in the dtypes of `abstract`.
+
+    See `load_arrays`. Parameters of their own for evaluation, such as an EMA, are read in float32.
+    """
     if not checkpoint.has_evaluation_params:
         return load_arrays(checkpoint, {"params": abstract})["params"]
     wanted = {"evaluation_params": in_float32(abstract)}
@@ -259,7 +265,7 @@ def load_params(checkpoint: Checkpoint, abstract: Any) -> Any:
 
 
 def in_float32(params: Any) -> Any:
-    """Abstract parameters in the types of `evaluation_params`: float32 at least."""
+    """Abstract parameters in the dtypes of `evaluation_params`: float32 at least."""
     return jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(
             leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32), sharding=leaf.sharding
@@ -269,11 +275,11 @@ def in_float32(params: Any) -> Any:
 
 
 def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """The keys that lead to each array in the nested dicts on the disk, by its path: a key may have
-    a slash in it.
+    """From each array's path to its keys in the nested dicts of the checkpoint; a key may contain a
+    slash, so the path alone does not tell.
 
     Raises:
-      DamagedError: they cannot be read.
+      DamagedError: the keys cannot be read.
       OSError: the network or the store has failed.
     """
 
@@ -285,11 +291,10 @@ def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
 
 
 def check_arrays(checkpoint: Checkpoint) -> None:
-    """Compare all arrays of a checkpoint with their digests, as many at a time as the memory easily
-    holds, on one device.
+    """Compare all arrays of a checkpoint with their digests, about 1 GiB at a time on one device.
 
     Raises:
-      DamagedError: they cannot be read, one is missing, or they do not agree with their digests.
+      DamagedError: an array cannot be read, is missing, or differs from its digest.
       ValueError: see `require_64_bits`.
     """
     require_64_bits(checkpoint)
@@ -310,8 +315,7 @@ def check_arrays(checkpoint: Checkpoint) -> None:
 
 
 def require_64_bits(checkpoint: Checkpoint) -> None:
-    """Raise ValueError if a checkpoint has arrays that only JAX of 64 bits can read, and this is
-    not."""
+    """Raise ValueError if a checkpoint has 64-bit arrays and JAX runs without `jax_enable_x64`."""
     wide = {kind.partition("[")[0] for kind in checkpoint.types.values()} & _WIDE
     if wide and not jax.config.read("jax_enable_x64"):
         raise ValueError(
@@ -321,11 +325,10 @@ def require_64_bits(checkpoint: Checkpoint) -> None:
 
 
 def list_steps(directory: epath.PathLike) -> list[int]:
-    """Steps of the checkpoints in a directory, ascending, sound or not; empty if there is no such
-    directory.
+    """Steps of the checkpoints in a directory, ascending, sound or not; empty if there is none.
 
     Raises:
-      ImportError, OSError: it is on `gs://`; see `files.require_access`.
+      ImportError, OSError: see `files.require_access`.
     """
     root = files.resolve(directory)
     with files.reporting(root):
@@ -337,27 +340,27 @@ def list_steps(directory: epath.PathLike) -> list[int]:
 
 
 def steps_of_run(directory: epath.PathLike) -> list[int]:
-    """`list_steps` as process 0 sees it; all processes of a run must call, and all get its answer.
+    """`list_steps` of process 0, for all processes of a run, which all must call.
 
-    Of a thousand processes one asks the file system, which may also show a new directory to one of
-    them and not yet to another.
+    A thousand processes need not list one directory, and a network file system may show a new
+    checkpoint to one host earlier than to another.
     """
     text = processes.text_from_primary(lambda: json.dumps(list_steps(directory)))
     return json.loads(text or "[]")
 
 
 def find(path: epath.PathLike) -> tuple[epath.Path, int | None] | None:
-    """The directory of checkpoints that a path means, and the step if the path means a single one.
+    """The directory of checkpoints of a path, and the step if the path is a single checkpoint.
 
     Args:
-      path: a run's working directory, its directory of checkpoints, or one checkpoint in there.
+      path: a run's working directory, its directory of checkpoints, or a checkpoint.
 
     Returns:
-      None if it is none of these.
+      None if the path is none of these.
 
     Raises:
-      ValueError: it is a checkpoint whose name is not a step.
-      ImportError, OSError: it is on `gs://`; see `files.require_access`.
+      ValueError: the path is a checkpoint whose name is not a step.
+      ImportError, OSError: see `files.require_access`.
     """
     root = files.resolve(path)
     if (root / "meta" / "data.json").exists():
@@ -379,8 +382,10 @@ def is_step(path: epath.Path) -> bool:
 
 
 def is_committed(path: epath.Path) -> bool:
-    """Whether a checkpoint is complete: on a disk its name says so, in a bucket the file that Orbax
-    writes last."""
+    """Whether a checkpoint is complete.
+
+    On a disk Orbax renames it at the end; in a bucket it writes `commit_success.txt` last.
+    """
     return not files.is_remote(path) or (path / "commit_success.txt").exists()
 
 
@@ -391,33 +396,36 @@ def checksum(meta: dict[str, Any]) -> str:
 
 
 def bytes_in_flight(tree: Any) -> int:
-    """Bytes of arrays, abstract or not, that Orbax may write or read at once in this process.
+    """Bytes of arrays that Orbax may write or read at the same time in this process.
 
-    A sixteenth of its share, and more than the largest array, which Orbax would refuse.
+    The limit is a sixteenth of the process's share, but more than the largest array: Orbax refuses
+    an array above the limit.
     """
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
     return max([*sizes, sum(sizes) // (16 * jax.process_count()), 2**20]) + 1
 
 
 def root_cause(error: Exception) -> str:
-    """The innermost error in one line; Orbax wraps it in several others."""
+    """The innermost cause of an error, in one line; Orbax wraps errors several times."""
     error = innermost(error)
     first_line = next(iter(str(error).strip().splitlines()), "").split(" [tensorstore_spec")[0]
     return f"{type(error).__name__}: {first_line[:400]}"
 
 
 def innermost(error: Exception) -> Exception:
-    """The cause of the cause, and so on."""
+    """The first error in the chain of causes."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def _read_checkpoint(path: epath.Path) -> Checkpoint:
-    """What process 0 reads of `meta`, which Orbax wrote, but would need its own index to read.
+    """Metadata of the checkpoint at `path`, read by process 0 for all.
+
+    Orbax wrote the file, but would read it only through its own index, which may be damaged.
 
     Raises:
-      DamagedError: it is missing or not what was written.
+      DamagedError: `meta` is missing, or differs from what was written.
       ValueError: another version of maxmars wrote it.
     """
 
@@ -451,7 +459,7 @@ def _read_checkpoint(path: epath.Path) -> Checkpoint:
     meta, damage = json.loads(processes.text_from_primary(read_checked) or "")
     if damage is not None:
         raise DamagedError(damage)
-    config = _config_of(path, meta)  # first: another version's meta may lack a field
+    config = _config_of(path, meta)  # raises first for another version, whose meta may lack fields
     return Checkpoint(
         path=path,
         step=meta["step"],
@@ -471,8 +479,8 @@ def _config_of(path: epath.Path, meta: dict[str, Any]) -> TrainConfig:
     """The config of the run that wrote a checkpoint.
 
     Raises:
-      ValueError: another maxmars wrote it: it has another format, or a config of other fields; a
-        run before there were journals wrote it; or it is of no run.
+      ValueError: another version of maxmars wrote the checkpoint: in another format, with other
+        config fields or without a journal; or it is a copy of a Hugging Face model.
     """
     version = meta["format_version"]
     if meta["config"]["type"] != TrainConfig.__name__:
@@ -500,24 +508,25 @@ def _config_of(path: epath.Path, meta: dict[str, Any]) -> TrainConfig:
 
 
 def _in_all_processes(path: epath.Path, read_own: Callable[[], Result]) -> Result:
-    """What `read_own` returns; DamagedError in every process if it fails in one of them."""
+    """The result of `read_own`; raises DamagedError in every process if one of them fails."""
     result: Any = None
     damage = None
     try:
         with _finding_damage(path):
             result = read_own()
     except DamagedError as error:
-        damage = str(error)  # in words: the error would keep the arrays that were read
+        damage = str(error)  # only the text: the error's traceback holds the arrays
     if not processes.all_processes(damage is None):
-        gc.collect()  # those that Orbax's tasks hold
+        gc.collect()  # Orbax's tasks hold arrays in cycles
         raise DamagedError(damage or "another process could not read its share")
     return result
 
 
 @contextlib.contextmanager
 def _finding_damage(path: epath.Path) -> Generator[None]:
-    """Raise DamagedError for an error in the reading of a path, unless it may be none of the
-    checkpoint: that one is raised as it is.
+    """Raise DamagedError for an error while a path is read, if its cause is in the checkpoint.
+
+    Errors of memory, permissions and the like pass unchanged.
 
     Raises:
       OSError: the network or the store has failed.
@@ -526,7 +535,7 @@ def _finding_damage(path: epath.Path) -> Generator[None]:
         yield
     except DamagedError:
         raise
-    except Exception as error:  # a damaged file comes up as nearly any type
+    except Exception as error:  # a damaged file may raise nearly any type
         cause = root_cause(error)
         if any(text in cause for text in _NOT_DAMAGE):
             raise
@@ -543,10 +552,10 @@ class _TidyLoop(asyncio.SelectorEventLoop):
 
     def close(self) -> None:
         if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
-            # Cancelled reads would still report to the loop from their threads, when it is closed.
+            # Not cancelled: their threads would still report to the loop after its close.
             done, _ = self.run_until_complete(asyncio.wait(tasks))
             for task in done:
-                task.cancelled() or task.exception()  # asked for, so that asyncio prints none
+                task.cancelled() or task.exception()  # else asyncio prints what nobody has read
         super().close()
 
 
@@ -557,9 +566,9 @@ class _TidyPolicy(asyncio.DefaultEventLoopPolicy):
 
 @contextlib.contextmanager
 def _tidy_event_loops() -> Generator[None, None, None]:
-    """Wait for the reads that go on when one fails.
+    """Wait for the other reads when one of Orbax's reads has failed.
 
-    Orbax 0.12.8 closes its event loop over them, and they print stack traces that nobody can catch.
+    Orbax 0.12.8 closes its event loop before they end, and they print stack traces.
     """
     policy = asyncio.get_event_loop_policy()
     asyncio.set_event_loop_policy(_TidyPolicy())

@@ -1,4 +1,10 @@
-"""Write checkpoints: asynchronous saves with digests, and which of the old ones are kept."""
+"""Writing of checkpoints: asynchronous saves with digests, and retention of old ones.
+
+Orbax writes the arrays and renames a complete checkpoint into place. This module adds the digests,
+which are computed on the devices before the copy, so that they are of the state in memory; the
+order of journal and checkpoint; the lock; and retention whose choice can be computed again from
+steps and losses alone. Saves are due by steps or minutes, at the same step in every process.
+"""
 
 from __future__ import annotations
 
@@ -41,22 +47,23 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
-    """Writes and restores the checkpoints of one run; also a context manager that closes itself.
+    """Writes and restores the checkpoints of one run; a context manager that closes itself.
 
-    Every process of the run makes one and calls its methods in the same order. Until it is closed,
-    or its process dies, no other run can open the directory for writing. What interrupted saves
-    left in the directory is removed.
+    All processes of the run make one, and call its methods in the same order. Until it is closed,
+    or the primary process dies, no other run can open the directory for writing. Incomplete
+    checkpoints of earlier runs are removed.
 
     Args:
-      directory: where the checkpoints are, on a disk or on `gs://`; best `<workdir>/checkpoints`.
-      config: the run's configuration. It is stored in each checkpoint, and `config.checkpoint`
-        says which checkpoints are kept.
+      directory: directory of the checkpoints, on a disk or on `gs://`, usually
+        `<workdir>/checkpoints`.
+      config: the run's configuration, which every checkpoint holds; `config.checkpoint` decides
+        which checkpoints are kept.
       mesh: the run's mesh, for the description of the environment.
-      data_digest: digest of the data that the run reads, which is stored in each checkpoint.
+      data_digest: digest of the data that the run reads, which every checkpoint holds.
 
     Raises:
-      ValueError: another run has it open.
-      OSError: it cannot be written to.
+      ValueError: another run has the directory open.
+      OSError: the directory cannot be written to.
     """
 
     def __init__(
@@ -90,26 +97,25 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.close()
 
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, sound or not, after the save under way; None if there is
-        none."""
+        """Step of the newest checkpoint, sound or not, once the save under way is complete; None if
+        there is none."""
         self._finish()
         return max(steps_of_run(self._directory), default=None)
 
     def check_owner(self) -> None:
-        """Raise ValueError or OSError if the directory is another run's by now; on a disk the
-        primary process alone sees it."""
+        """Raise ValueError or OSError if another run owns the directory by now; on a disk only the
+        primary process can raise."""
         if self._lock is not None:
             self._lock.check()
 
     def evaluated(self, losses: Mapping[int, float]) -> None:
-        """Record validation losses by step, by which `keep_best` chooses; call it in every
-        process."""
+        """Record validation losses by step, for `keep_best`; all processes must call."""
         self._retention.losses |= losses
 
     def is_due(self, step: int) -> bool:
-        """Whether `config.checkpoint` wants one since the last save: by its steps or its minutes.
+        """Whether a save is due since the last one, by steps or minutes of `config.checkpoint`.
 
-        Every process must ask after each step, and all get the same answer.
+        All processes must call after each step, and all get the same answer.
         """
         every = self._config.checkpoint.every
         self._is_due |= self._timer.is_due(step) or (every is not None and step % every == 0)
@@ -127,42 +133,43 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     ) -> float | None:
         """Write a checkpoint in the background.
 
-        On return the state has been copied, and its buffers may be donated. A checkpoint of the
-        same step is replaced, unless this object wrote it from, or restored it to, the same state:
-        then nothing happens.
+        On return the state has been copied, and its buffers may be donated. An older checkpoint of
+        the same step is replaced. If the newest checkpoint is of this step and this state already,
+        nothing is written.
 
         Args:
           step: number of optimizer steps that led to `state`.
-          state: pytree of arrays. Containers are stored as plain dicts; `restore` gives them back.
+          state: pytree of arrays. The checkpoint holds nested dicts; `restore` returns the
+            containers of its argument.
           data_position: number of training examples consumed.
-          tokens: trained on so far.
-          journal: from step, digest, position and tokens to the hash of the line that the run's
-            journal now has of this save; called before the checkpoint is written.
+          tokens: number of tokens trained on so far.
+          journal: called before the checkpoint is written, with step, digest, position and tokens;
+            writes the journal's line of this save, and returns its hash.
           wait: return only when the checkpoint is complete.
 
         Returns:
-          Seconds for which the caller was blocked: the end of the save before, the digests and the
-          copy, but not what `wait` waits for. None if nothing had to be written.
+          Seconds for which the caller was blocked: by the end of the save before, the digests and
+          the copy, but not by `wait`. None if nothing was written.
 
         Raises:
-          OSError: the save before could not be completed, or with `wait` this one; or the
-            directory was moved, or nobody can tell whose it is.
-          ValueError: another run took over the directory, or some parameters are not finite.
-
-        Unless parameters are not finite, all that can be done then is `close`.
+          OSError: the save before failed, or with `wait` this one; or the directory was moved, or
+            its owner cannot be determined. Only `close` may be called afterwards.
+          ValueError: another run took over the directory (only `close` may be called afterwards),
+            or some parameters are not finite.
         """
         started = time.perf_counter()
         self._is_due = False
         self._finish()
         processes.text_from_primary(self.check_owner)
         digests, finite = digest_and_finite(state)
-        wrong = [path for path in finite if path.startswith("params/") and not finite[path]]
-        if wrong:
+        non_finite = [path for path in finite if path.startswith("params/") and not finite[path]]
+        if non_finite:
             raise ValueError(
-                f"{len(wrong)} arrays of parameters are not finite after step {step}, first "
-                f"{wrong[0]}: nothing is saved, and the last checkpoint stays. Continue with a "
-                "lower optimizer.learning_rate (name it in --resume-overrides); an optimizer that "
-                "divides by the rate needs --schedule.warmup-steps 0, as a warm-up begins with 0."
+                f"{len(non_finite)} arrays of parameters are not finite after step {step}, first "
+                f"{non_finite[0]}: nothing is saved, and the last checkpoint stays. Continue with "
+                "a lower optimizer.learning_rate (name it in --resume-overrides); an optimizer "
+                "that divides by the rate needs --schedule.warmup-steps 0, as a warm-up begins "
+                "with 0."
             )
         digest, types = combine(digests), leaf_types(state)
         if self._newest == (step, digest) and step in steps_of_run(self._directory):
@@ -182,6 +189,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             "journal": journal(step, digest, data_position, tokens),
         }
         meta["checksum"] = checksum(meta)
+        # In a bucket leftovers are not removed at the start: one of this step may be in the way.
         if is_remote(self._directory):
             self._remove_unfinished([self._directory / str(step)])
         with self._reporting(), _orbax_context(state):
@@ -198,21 +206,21 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def restore(
         self, abstract_state: Any, step: int | None = None, *, whole: bool = True
     ) -> Loaded:
-        """Load the newest checkpoint whose digests agree, or that of `step`, to go on from it.
+        """Load the newest sound checkpoint, or that of `step`, to continue the run from it.
 
-        Newer ones that were found damaged are renamed to `<step>.damaged`: since an older one could
-        be read, it is not the reading that fails. They are never deleted.
+        Newer, damaged checkpoints are renamed to `<step>.damaged`, and never deleted. (An older one
+        could be read, so the damage is theirs and no fault of reading.)
 
         Args:
-          abstract_state: the state, see `load_arrays`, or a function from the checkpoint to it.
-          step: of the only checkpoint to take.
-          whole: the checkpoint must have no other arrays.
+          abstract_state: see `load_arrays`; or a function from a checkpoint to the abstract state.
+          step: load this checkpoint and no other.
+          whole: raise if the checkpoint has other arrays besides.
 
         Raises:
           FileNotFoundError: there is no checkpoint, or none of `step`.
           ValueError: every checkpoint, or that of `step`, is damaged; or the newest sound one has
-            arrays of other names, shapes or types than `abstract_state`, or is of another version
-            of maxmars.
+            arrays of other names, shapes or types than `abstract_state`, or another version of
+            maxmars wrote it.
         """
         self._finish()
 
@@ -222,16 +230,17 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             return Loaded(state=state, checkpoint=checkpoint, skipped=skipped)
 
         loaded = first_sound(self._directory, use, step)
-        # Not those that are newer alone: in a bucket one may have been completed meanwhile.
+        # Only the skipped ones, not all newer ones: in a bucket, a save of the run before may have
+        # been completed meanwhile.
         self._set_aside([damaged for damaged, _ in loaded.skipped])
         self._newest = loaded.checkpoint.step, loaded.checkpoint.digest
         return loaded
 
     def close(self) -> None:
-        """Wait for the save under way, and let other runs have the directory.
+        """Wait for the save under way, and release the directory.
 
         Raises:
-          OSError: it could not be completed.
+          OSError: the save failed.
         """
         try:
             self._finish()
@@ -246,11 +255,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             lock.release()
 
     def _open_orbax(self) -> v1.training.Checkpointer:
-        """Orbax's checkpointer, which knows the complete checkpoints; all processes must call.
+        """A new Orbax checkpointer for the directory; all processes must call.
 
-        When a save at a preemption ends, process 0 subtracts the times of the last two checkpoints,
-        and Orbax (0.12.8) fails there if it has not read both. So process 0 reads what each says of
-        itself. Where one says nonsense, none are read, rather than that the run could not go on.
+        At the end of a save at a preemption, Orbax (0.12.8) subtracts the times of the last two
+        checkpoints in process 0, and fails if it has not read their metadata. So process 0 reads
+        the metadata of all checkpoints; if one is malformed, of none, so that the run can continue.
         """
 
         def open_manager(*, lightweight: bool) -> v1.training.Checkpointer:
@@ -268,17 +277,17 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         return opened if opened is not None and is_open else open_manager(lightweight=True)
 
     def _remove_unfinished(self, paths: Iterable[epath.Path]) -> None:
-        """Remove what the saves of killed runs left at these paths, which Orbax ignores but keeps;
-        call it in every process."""
+        """Remove the incomplete checkpoints among these paths, which Orbax ignores but keeps; all
+        processes must call."""
         for path in paths if processes.is_primary() else ():
             if ".orbax-checkpoint-tmp" in path.name or (is_step(path) and not is_committed(path)):
-                # What cannot be removed costs space and nothing else; the next start tries again.
+                # A leftover costs only space, and the next start tries again.
                 with contextlib.suppress(OSError), reporting(path):
                     path.rmtree(missing_ok=True)
         processes.barrier("maxmars: removed unfinished checkpoints")
 
     def _set_aside(self, steps: Sequence[int]) -> None:
-        """Rename damaged checkpoints, so that they count no more; in a bucket this copies files."""
+        """Rename damaged checkpoints to `<step>.damaged`; in a bucket this copies files."""
         if steps:
             if processes.is_primary():
                 for step in steps:
@@ -310,37 +319,35 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
 
 def _reason(error: Exception) -> str:
-    """Why a save failed, in one line: of an error of the system, which TensorStore gives among
-    other words, the file and the reason."""
+    """Cause of a failed save, in one line; for a system error in TensorStore's long message, the
+    file and the system's text."""
     match = re.search(r"\"([^\"]+)\": [^\"]*\[os_error_code='(\d+)'", str(innermost(error)))
     return f"{match[1]}: {os.strerror(int(match[2]))}" if match else root_cause(error)
 
 
 def _orbax_context(state: Any) -> v1.Context:
-    """Options of Orbax for writing a state: `meta` is JSON, and arrays are not compressed."""
+    """Orbax's options for writing a state: `meta` as JSON, and arrays without compression."""
     registry = v1.handlers.local_registry()
     registry.add(v1.handlers.JsonHandler, checkpointable_name="meta")  # else strings become arrays
     context = v1.Context()
     context.checkpointables.registry = registry
-    # Weights shrink by a tenth at most, and compression takes as long as writing and as much memory
-    # again.
+    # Compression saves at most a tenth of weights, and doubles the time and memory of writing.
     context.array.saving.use_compression = False
-    # Where devices hold copies of an array, each writes a share of it. Smaller arrays are written
-    # whole: the programs that cut them would take longer to compile than the writing.
+    # Devices with copies of an array each write a share of it, but not of arrays below 1 MiB: the
+    # programs that cut them would take longer to compile than the writing.
     context.array.saving.min_slice_bytes_for_replica_parallel = 2**20
-    # Without it, Orbax copies all arrays at once.
+    # By default Orbax copies all arrays to the host at once.
     context.memory.write_concurrent_bytes = bytes_in_flight(state)
     return context
 
 
 class Retention:
-    """Keeps the newest checkpoints, the best, and some for good, as a `CheckpointConfig` says.
+    """Keeps the checkpoints that a `CheckpointConfig` names: newest, best, and one per interval.
 
-    Orbax's `LatestN` is `keep_last`. Its `BestN` also keeps checkpoints without a metric while
-    there are no more than n, so what it says of one depends on which others are deleted already,
-    and an audit after a kill could not tell what the run would have kept. Its `EveryNSteps` knows
-    exact multiples, which saves by minutes never meet, and otherwise, as `EveryNStepsClosest`, it
-    keeps the first checkpoint of a run for good.
+    Why not Orbax's policies: `BestN` keeps checkpoints without a metric while there are at most n,
+    so its choice depends on earlier deletions, and an audit after a kill could not compute it
+    again. `EveryNSteps` keeps exact multiples, which saves by minutes miss; `EveryNStepsClosest`
+    also keeps the first checkpoint of a run for good.
     """
 
     def __init__(self, config: CheckpointConfig, losses: Mapping[int, float]) -> None:
@@ -355,7 +362,7 @@ class Retention:
         return [step in chosen for step in steps]
 
     def choose(self, steps: Sequence[int]) -> set[int]:
-        """The steps, of these, whose checkpoints to keep."""
+        """The subset of these steps whose checkpoints to keep."""
         steps = sorted(steps)
         chosen = set(steps[-self._config.keep_last :])
         if self._config.keep_best is not None:
@@ -370,11 +377,11 @@ class Retention:
 
 
 class SaveTimer:
-    """Says when `every_minutes` have passed since the last save, at the same step in every process.
+    """Finds the step at which `every_minutes` have passed since the last save, in every process.
 
-    The primary process's clock decides. Asking the others costs an exchange between processes, so
-    the clock is only looked at after half of the steps that fit into the time left, then half of
-    the rest, and so on. With None no save is ever due.
+    The primary process's clock decides, and every look at it costs an exchange between processes.
+    So the next look is after half of the steps that fit into the remaining time. With None no save
+    is ever due.
     """
 
     def __init__(
@@ -385,13 +392,13 @@ class SaveTimer:
         self.restart()
 
     def restart(self) -> None:
-        """Start the time anew: a checkpoint was written."""
+        """Restart the interval, after a save."""
         self._since = self._clock()
         self._first_step: int | None = None
         self._next_look = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether the time is over; every process must ask at each step."""
+        """Whether the interval is over; all processes must call at each step."""
         if self._interval_s is None or step < self._next_look:
             return False
         if self._first_step is None:

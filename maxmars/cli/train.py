@@ -113,7 +113,7 @@ def _train(arguments: TrainArguments, process: RunProcess) -> int:
 
     def newest_step() -> int | None:
         # A process that is being killed keeps its lock for a moment.
-        is_taken = is_owned(checkpoints, patience_s=2.0)
+        is_taken = is_owned(checkpoints, timeout_s=2.0)
         return None if is_taken else max(list_steps(checkpoints), default=0)
 
     with naming(workdir):

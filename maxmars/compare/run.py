@@ -156,7 +156,7 @@ def _take(trials: Iterable[Trial], workdir: Path) -> tuple[Trial, FileLock] | No
         directory = trial.directory(workdir)
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(ValueError):  # another process has it
-            return trial, FileLock(directory, patience_s=0.0)
+            return trial, FileLock(directory, timeout_s=0.0)
     return None
 
 

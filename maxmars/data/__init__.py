@@ -1,7 +1,7 @@
 """Text to tokens to batches: tokenizers, token shards on disk, and the input pipeline.
 
 `dataset` and `documents` open a directory of tokens as Grain datasets, for maps and packing of your
-own; `examples` is what a run reads, in order. They are imported when they are first asked for, as
+own; `examples` is what a run reads, in order. These three are imported at their first use, because
 tokenizers and `maxmars data` need neither Grain nor JAX.
 """
 

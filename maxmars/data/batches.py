@@ -1,8 +1,9 @@
 """From a config to batches on the mesh: the token stream of training, and the validation windows.
 
 The stream of training examples is a pure function of (seed, example index), and row r of step s is
-example `s * global_batch_size + r`. So the same tokens reach step s for every mesh, number of
-processes, microbatching and prefetch, and a resume anywhere continues them exactly.
+example `s * global_batch_size + r`. So step s gets the same tokens on every mesh and number of
+processes, with any microbatching and prefetching. The state of the data is one integer, and a
+resume continues the stream exactly.
 """
 
 from __future__ import annotations
@@ -58,37 +59,38 @@ _BUCKET_READS = 4  # batches at a time: an answer may take longer than a step
 UNKNOWN_TOKENIZER = GrainSource.tokenizer
 
 Windows = TokenWindows | OwnWindows
-"""Windows by number, with the same attributes and methods: of a directory of tokens, or of a user's
-function."""
+"""Windows by number: of a directory of tokens, or of a user's function. Both classes have the same
+attributes and methods."""
 
 DeviceBatch = dict[str, jax.Array]
-"""A global batch on the mesh: `tokens`, int32 [microbatches, rows, max_seq_len + 1], and where the
-data has them, arrays of the same shape: `mask` (bool, whether a token counts as a target, or
-float32, the weight of its loss; that of the first token of a row is never used), `segment_ids` and
-`positions` (int32)."""
+"""A global batch on the mesh: `tokens`, int32 [microbatches, rows, max_seq_len + 1], and those
+arrays of the same shape that the data has: `mask` (bool: whether a token is a target; or float32:
+the weight of its loss; unused for the first token of a row), `segment_ids` and `positions`
+(int32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSplit:
-    """One split of the data of a config: the windows of its parts, and how training takes them.
+    """One split of the data of a config: the windows of its parts, and their order in training.
 
-    The windows of a mixture's parts are numbered one part after the other; other data are one part.
+    A mixture has several parts, whose windows are numbered one part after the other; other data has
+    one part.
     """
 
     parts: tuple[Windows, ...]
     weights: tuple[float, ...] = (1.0,)
-    """Share of each part's windows in the examples."""
+    """Weight of each part in the mixture; only ratios count."""
     changes: tuple[WeightChange, ...] = ()
     """Changes of the weights; see `WeightedInterleave`."""
     order: Order = "shuffled"
-    """Of the windows of a part, in training."""
+    """Order of a part's windows in training."""
     num_workers: int = 0
-    """Processes that read batches ahead; 0 reads in a thread."""
+    """Processes that prefetch batches; 0 prefetches in a thread."""
 
     @functools.cached_property
     def types(self) -> Types:
         """Names and types of the arrays of a batch."""
-        return _union([part.types for part in self.parts])
+        return _merge_types([part.types for part in self.parts])
 
     @functools.cached_property
     def sizes(self) -> list[int]:
@@ -110,8 +112,7 @@ class DataSplit:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What the ids of the tokens mean: by the first part whose tokenizer is known, as all have
-        one tokenizer."""
+        """The vocabulary of the first part with a known tokenizer; all parts share one."""
         vocabularies = [part.vocabulary for part in self.parts]
         known = (v for v in vocabularies if v.tokenizer != UNKNOWN_TOKENIZER)
         return next(known, vocabularies[0])
@@ -129,12 +130,11 @@ class DataSplit:
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
         """The arrays [windows, length + 1] of the windows with these numbers, each part read once.
 
-        What a part does not have is filled in: all tokens count as targets, a window is one
-        segment, and positions count from 0.
+        An array that only other parts have gets its neutral values: all tokens are targets, a
+        window is one segment, and positions count from 0.
 
         Raises:
-          See `TokenWindows.read`; ValueError also where what a user's function gives is not as it
-            should be.
+          See `TokenWindows.read`, and `ExampleCheck.read` for a user's function.
         """
         if len(self.parts) == 1:
             return self.parts[0].read(numbers)
@@ -158,15 +158,15 @@ class DataSplit:
         )
 
     def digest(self) -> str:
-        """Digest of the data, whatever its path; of a mixture, over its parts'."""
+        """Digest of the data, wherever it lies; for a mixture, over the digests of its parts."""
         digest, *others = (part.digest() for part in self.parts)
         if others:
             digest = hashlib.sha256("".join([digest, *others]).encode()).hexdigest()
         return digest
 
     def describe(self) -> dict[str, Any]:
-        """Of each of `parts`, JSON-ready: its `name` (of the directory, or of the user's function),
-        `weight` and `tokenizer`, and what `TokenWindows.describe` says; and `num_tokens` of all."""
+        """JSON-ready: `num_tokens` of all parts, and of each of `parts` its `name` (the file name
+        of the directory or the function), `weight`, `tokenizer` and `TokenWindows.describe`."""
         parts: list[dict[str, Any]] = [
             {
                 "name": part.path.name,
@@ -179,30 +179,30 @@ class DataSplit:
         return {"parts": parts, "num_tokens": sum(part["num_tokens"] for part in parts)}
 
 
-def _union(of_all: Sequence[Types]) -> Types:
-    """The arrays that some data have; a mask is of weights where one is."""
-    names = {name for types in of_all for name in types}
-    is_weighted = any(types.get("mask") is np.float32 for types in of_all)
+def _merge_types(parts: Sequence[Types]) -> Types:
+    """Names and types of the arrays that any part has; `mask` is float32 if that of any part is."""
+    names = {name for types in parts for name in types}
+    is_weighted = any(types.get("mask") is np.float32 for types in parts)
     return {n: np.float32 if n == "mask" and is_weighted else TYPES[n] for n in TYPES if n in names}
 
 
 def batch_types(config: DataConfig, model: ModelConfig) -> Types:
-    """Names and types of the arrays of a batch of training, for a plan: no tokens are opened.
+    """Names and types of the arrays of a training batch, for a plan: no tokens are opened.
 
-    Data of the user's own are, since only their first element says what they have. Where they are
-    not on this machine, they count as tokens alone, and a warning says so.
+    A user's function is called, since only its first example shows which arrays it has. If its data
+    is not on this machine, the plan takes it for tokens alone, with a warning.
 
     Raises:
-      ValueError: own data are not as they should be.
+      ValueError: see `OwnWindows`.
     """
-    of_parts = [PACKED[config.packing if isinstance(config, TokenOptions) else "none"]]
+    types = [PACKED[config.packing if isinstance(config, TokenOptions) else "none"]]
     for part in _parts(config):
         if isinstance(part, GrainSource):
             try:
-                of_parts.append(_own_windows(part, "train", model).types)
+                types.append(_own_windows(part, "train", model).types)
             except OSError as error:
                 _LOGGER.warning("data.source=%r: planned as tokens alone (%s)", part.source, error)
-    return _union(of_parts)
+    return _merge_types(types)
 
 
 def open_data(
@@ -210,21 +210,19 @@ def open_data(
 ) -> DataSplit:
     """The windows of a split (`train` or `val`); all processes of a run must call.
 
-    Process 0 looks at the files of a directory for all.
-
     Args:
-      config: where the data are.
-      split: which of them.
-      model: takes length and bound of the tokens from it.
-      opened: another split of the same data, whose directories are not opened again.
+      config: the data of the run.
+      split: name of the split.
+      model: has the length of a window, and the bound of the tokens.
+      opened: another split of the same data; its directories are not opened again.
 
     Raises:
-      FileNotFoundError: there is no such directory, or nothing in it that can be read.
+      FileNotFoundError: there is no such directory, or no tokens in it.
       ValueError: files are damaged, a directory lacks the split or has too few tokens for a window,
-        the parts of a mixture have different tokenizers, or these do not fit the model.
+        the parts of a mixture have different tokenizers, the vocabulary is larger than the model's,
+        or processes have different data.
       OSError, ImportError: a bucket cannot be read; see `files.require_access`.
-      Functions of the user's own may raise anything; where processes differ in their data, it is a
-        ValueError.
+      Any other exception was raised by a user's function.
     """
     parts, weights, changes = _parts(config), (1.0,), ()
     if isinstance(config, MixtureConfig):
@@ -237,7 +235,7 @@ def open_data(
             windows: Windows = _own_windows(part, split, model)
             _check_all_have(windows.digest(), f"data.source={part.source!r}, split {split!r}")
         else:
-            assert isinstance(config, TokenOptions)  # own data alone are not
+            assert isinstance(config, TokenOptions)  # all configs but that of one user's function
             if isinstance(before, TokenWindows):
                 directory = before.stream.directory
             else:
@@ -291,12 +289,11 @@ def _token_windows(
 def _open_together(
     tokens: TokenFilesConfig | PythonSourcesConfig, *, checksums: bool
 ) -> TokenDirectory:
-    """`formats.open_directory` in all processes, which all must call, of the same directory.
+    """`formats.open_directory`, once for all processes; all must call.
 
-    Process 0 reads the description and looks at the files for all. On disks the others may see
-    other files: only descriptions are compared, or where there are none, samples of the files: see
-    `TokenDirectory.digest`. That files are as described is checked by `Verification`, which divides
-    them over the hosts.
+    Process 0 reads the description and checks the files. On a disk, other processes may see other
+    files: their descriptions are compared, or without `meta.json` their `TokenDirectory.digest`.
+    Whether the files match their checksums, `Verification` finds out while the run trains.
     """
     if isinstance(tokens, PythonSourcesConfig):
         tokens = TokenFilesConfig(path=str(prepare_python_sources()))
@@ -311,8 +308,8 @@ def _open_together(
 
 
 def _check_all_have(digest: str, what: str) -> None:
-    """Check that data are the same in every process; all must call."""
-    unlike = processes.first_other(digest)
+    """Check that every process has data with the same digest; all must call."""
+    unlike = processes.first_mismatch(digest)
     if unlike is not None:
         process, other, first = unlike
         raise ValueError(
@@ -322,7 +319,7 @@ def _check_all_have(digest: str, what: str) -> None:
 
 
 def vocabulary_hint(tokens: DataSplit, model: ModelConfig) -> str | None:
-    """A hint where a model has at least twice the rows that the tokens need; else None."""
+    """A hint if a model's table has at least twice the rows that the tokens need; else None."""
     needed = max(part.vocabulary.size for part in tokens.parts)
     if 2 * needed > model.vocab_size:
         return None
@@ -352,19 +349,19 @@ def _check_tokenizers(parts: Sequence[Windows]) -> None:
 class TrainBatches:
     """Iterator over the batches of training, on the mesh; see `DeviceBatch`.
 
-    Microbatch j is the j-th run of rows of the global batch. A thread reads ahead and puts batches
-    on the devices while the steps before run; that does not show in `position`.
+    The global batch is divided into microbatches of consecutive rows. A thread prefetches batches
+    to the devices; batches that wait there do not count in `position`.
 
-    Why not Grain's own checkpoints: they count batches, and are files by process that another
-    number of processes cannot read.
+    Why not Grain's own checkpoints: they count batches, and have one file per process, which
+    another number of processes cannot read.
 
     Args:
-      tokens: the training tokens.
-      config: takes seed and batch sizes from it.
-      mesh: where the batches go.
+      tokens: the split for training.
+      config: has the seed and the batch sizes.
+      mesh: the mesh of the batches.
       position: index of the first example, for a resume. It counts examples, not steps, so that a
         run that continues with another batch size repeats and skips nothing.
-      prefetch_steps: batches to have ready on the devices; 0 reads when asked.
+      prefetch_steps: batches to have ready on the devices; 0 reads each at its step.
 
     Attributes:
       position: index of the next batch's first example: the state to save in a checkpoint.
@@ -401,7 +398,7 @@ class TrainBatches:
         return self
 
     def __next__(self) -> DeviceBatch:
-        """The next batch; there always is one."""
+        """The next batch; the stream is endless."""
         if self._batches is None:
             raise ValueError("these batches are closed.")
         batch = next(self._batches)
@@ -409,10 +406,10 @@ class TrainBatches:
         return batch
 
     def close(self) -> None:
-        """Stop reading ahead, and end the thread."""
+        """Stop prefetching, and end the thread."""
         if self._batches is not None:
             self._batches.close()
-        self._batches = None  # kept until the interpreter ends, it would print an ignored exception
+        self._batches = None  # collected at exit, it would print an exception that Python ignores
 
 
 def _iterate(
@@ -424,37 +421,39 @@ def _iterate(
     in_bucket: bool,
     num_workers: int = 0,
 ) -> grain.DatasetIterator[DeviceBatch]:
-    """Batches of this process as global ones on the mesh; a thread keeps some ready.
+    """Global batches on the mesh from the batches of each process, prefetched in a thread.
 
     Reading from a disk and the transfer share one thread: more would only contend for the
     interpreter. From a bucket, several batches are read at the same time. With workers, each of
     these processes reads every `num_workers`-th batch.
     """
     reads = _BUCKET_READS if in_bucket and prefetch_steps else 0
-    read = batches.to_iter_dataset(grain.ReadOptions(num_threads=reads, prefetch_buffer_size=reads))
+    local = batches.to_iter_dataset(
+        grain.ReadOptions(num_threads=reads, prefetch_buffer_size=reads)
+    )
     if num_workers and prefetch_steps:
         flags.FLAGS.mark_as_parsed()  # Grain hands the flags of Abseil to its workers
         options = grain.MultiprocessingOptions(num_workers=num_workers)
-        read = read.mp_prefetch(options, worker_init_fn=lambda *_: end_with_parent())
-    on_mesh = read.map(functools.partial(_to_devices, mesh, rows))
+        local = local.mp_prefetch(options, worker_init_fn=lambda *_: end_with_parent())
+    device_batches = local.map(functools.partial(_to_devices, mesh, rows))
     if prefetch_steps == 0:
-        return iter(on_mesh)
-    ahead = on_mesh.pipe(
+        return iter(device_batches)
+    prefetched = device_batches.pipe(
         grain.experimental.ThreadPrefetchIterDataset, prefetch_buffer_size=prefetch_steps
     )
-    iterator = iter(ahead)
+    iterator = iter(prefetched)
     iterator.start_prefetch()
     return iterator
 
 
 def _to_devices(mesh: Mesh, rows: int, batch: Batch) -> DeviceBatch:
-    on_mesh = {name: to_device(mesh, local, rows) for name, local in batch.items()}
-    # Wait for the transfer, so that a batch that is ready is one on the devices.
-    return jax.block_until_ready(on_mesh)
+    arrays = {name: to_device(mesh, local, rows) for name, local in batch.items()}
+    # This thread waits for the transfer, so that the training loop does not.
+    return jax.block_until_ready(arrays)
 
 
 def _check_batch(tokens: DataSplit, batch_size: int) -> None:
-    """Check that no part repeats itself within one batch."""
+    """Check that no part repeats a window within one batch."""
     stages = [tokens.weights, *(weights for _, weights in tokens.changes)]
     shares = np.max([Interleaving(weights).counts(batch_size) for weights in stages], axis=0)
     for part, share in zip(tokens.parts, shares.tolist(), strict=True):
@@ -468,7 +467,7 @@ def _check_batch(tokens: DataSplit, batch_size: int) -> None:
 
 
 def validation_rows(batch_size: int, mesh: Mesh) -> int:
-    """Sequences in a batch of the evaluation: `batch_size`, rounded up to divide over a mesh."""
+    """Sequences in a validation batch: `batch_size`, rounded up to the mesh's shards of a batch."""
     parts = batch_shards(mesh)
     return -(-batch_size // parts) * parts
 
@@ -476,31 +475,32 @@ def validation_rows(batch_size: int, mesh: Mesh) -> int:
 class ValidationBatches:
     """The first windows of the validation split, in order, on the mesh.
 
-    Each iteration yields batches with one microbatch (see `DeviceBatch`). They always have a
-    `mask`, which is False for the rows that only fill up the last batch. The windows are the same
-    on each mesh; only the filling differs.
+    Each iteration yields batches with one microbatch (see `DeviceBatch`). Every batch has a `mask`,
+    which is False for the rows that pad the last batch. The windows are the same on each mesh; only
+    the padding differs.
 
     Args:
-      tokens: the validation tokens; see `validation_numbers` for those of a mixture.
-      mesh: where the batches go.
+      tokens: the split for validation; see `validation_numbers` for a mixture.
+      mesh: the mesh of the batches.
       num_windows: number of windows to take.
-      batch_size: rows of a batch, rounded up to what the mesh divides.
+      batch_size: rows of a batch; see `validation_rows`.
 
     Attributes:
-      num_windows: windows scored: those asked for, or all where the split has fewer.
+      num_windows: windows scored: `num_windows`, or all if the split has fewer.
     """
 
     def __init__(self, tokens: DataSplit, mesh: Mesh, *, num_windows: int, batch_size: int) -> None:
-        """Find out how many windows and rows there are; read none."""
+        """Count the windows and rows; read none."""
         self._in_bucket = tokens.in_bucket
         numbers = validation_numbers(tokens.sizes, tokens.weights)
         self.num_windows = last = min(num_windows, len(numbers))
         self._mesh, self._rows = mesh, validation_rows(batch_size, mesh)
-        filled: grain.MapDataset[Any] = grain.MapDataset.range(len(self) * self._rows).map(
+        # The last window, repeated, pads the last batch; its mask is False there.
+        padded: grain.MapDataset[Any] = grain.MapDataset.range(len(self) * self._rows).map(
             lambda index: numbers[min(index, last - 1)]
         )
         rows = local_rows(mesh, (1, self._rows))
-        self._batches = process_batches(filled, tokens.read, rows, self._rows)[
+        self._batches = process_batches(padded, tokens.read, rows, self._rows)[
             : len(self)
         ].map_with_index(lambda number, batch: _with_mask(batch, number * self._rows + rows < last))
 

@@ -1,6 +1,8 @@
-"""Tokens in a bucket (`gs://`): ranges of its objects, and what it says of each object.
+"""Tokens in a bucket (`gs://`): ranges of objects, and the metadata of objects.
 
-gcsfs sends the requests, about a hundred at a time, and repeats those that fail for a while.
+A training step needs thousands of short ranges, so all of a batch are requested at the same time.
+gcsfs sends about a hundred requests at once and retries each for a while; `read_ranges` retries the
+ranges that still fail, and only those, until its timeout.
 """
 
 from __future__ import annotations
@@ -21,21 +23,19 @@ Range = tuple[epath.Path, int, int]
 """An object, the first byte, and the byte after the last."""
 
 
-def read_ranges(ranges: Sequence[Range], *, patience_s: float = 300.0) -> list[bytes]:
+def read_ranges(ranges: Sequence[Range], *, timeout_s: float = 300.0) -> list[bytes]:
     """The bytes of ranges of objects, all read at the same time.
 
-    A range that fails for a reason that may pass (the store is busy, the network is away) is read
-    again until `patience_s` have passed.
+    A range that fails with a transient error (see `is_transient`) is retried for `timeout_s`.
 
     Raises:
       FileNotFoundError: an object is missing.
       ValueError: an object ends before its range does.
-      OSError, ImportError: the bucket refuses, or does not answer for too long; see
-        `require_access`.
+      OSError, ImportError: the bucket refuses or times out; see `require_access`.
     """
-    for path, _, _ in ranges[:1]:
+    for path, _, _ in ranges[:1]:  # all ranges are of one bucket
         require_access(path)
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     contents: list[bytes] = [b""] * len(ranges)
     waiting = list(range(len(ranges)))
     while waiting:
@@ -70,7 +70,7 @@ def read_ranges(ranges: Sequence[Range], *, patience_s: float = 300.0) -> list[b
 
 
 def list_objects(directory: epath.Path) -> dict[str, dict[str, Any]]:
-    """What a bucket says of each object in a directory, by name: `size`, `crc32c`, `generation`.
+    """Metadata of each object in a directory, by name: `size`, `crc32c`, `generation`.
 
     Raises:
       OSError, ImportError: see `require_access`.
@@ -78,12 +78,12 @@ def list_objects(directory: epath.Path) -> dict[str, dict[str, Any]]:
     require_access(directory)
     with reporting(directory):
         objects = _file_system().ls(os.fspath(directory), detail=True)
-    return {fields["name"].rpartition("/")[2]: fields for fields in objects}
+    return {fields["name"].rpartition("/")[2]: fields for fields in objects}  # names are full paths
 
 
 @functools.cache
 def _file_system() -> Any:
-    """One object for all threads: fsspec sends its requests from its own thread."""
+    """The file system, one object for all threads: fsspec's own thread sends the requests."""
     import fsspec  # comes with gcsfs
 
     return fsspec.filesystem("gcs")

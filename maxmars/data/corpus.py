@@ -1,7 +1,9 @@
 """Text to prepare, in files on a disk or in a bucket, in memory, or the sources of Python.
 
-A corpus is a list of files with documents in them. A `FileRange`, which is a file or a part of a
-large one, can be read by itself, so that ranges can be prepared in any order and on any machine.
+A corpus is a list of files with documents in them. A `FileRange`, a file or a part of a large one,
+can be read by itself, so that tasks can run in any order and on any machine. The bytes of a range
+follow from its bounds alone: a range begins after the first separator or line break at or after its
+start, and ends where the next range begins.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from maxmars.data.rows import (
 from maxmars.distributed.files import is_remote, reporting, require_access
 
 _COMPRESSION = 3
-"""Bytes of text in a byte of a compressed file, about."""
+"""Estimated bytes of text in a byte of a compressed file."""
 _END_OF_TEXT = b"<|endoftext|>"
 _FILES_LOOKED_INTO = 8
 _MANY_NAMES = 10_000
@@ -54,8 +56,8 @@ _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "_
 
 @dataclass(frozen=True)
 class FileRange:
-    """A file, or what lies in it between two shares of its bytes, rows or groups of rows: from 0.9
-    to 1.0 is its last tenth."""
+    """A file, or a part of it between two fractions of its bytes, rows or row groups: from 0.9 to
+    1.0 is the last tenth."""
 
     file: int
     """Index of the file in the corpus."""
@@ -64,13 +66,13 @@ class FileRange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of the file."""
+        """Whether the range is the whole file."""
         return (self.start, self.end) == (0.0, 1.0)
 
     def of(self, count: int) -> tuple[int, int]:
-        """The first of `count` things that lies in the range, and the first after it.
+        """The range among `count` bytes, rows or row groups: the first, and the first after it.
 
-        Of two things or more, the first and the last lie on different sides of a place within.
+        Of two rows or more, a bound inside the file leaves at least one row on each side.
         """
         first, after = (
             count * int(share)
@@ -83,7 +85,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A text, or the part of one that lies in a range of its file."""
+    """A text, or the part of a text that lies in a range of its file."""
 
     name: str
     blocks: Iterable[str]
@@ -100,42 +102,42 @@ class CorpusFile:
 
     name: str
     num_bytes: int | None
-    """Of text, about; None where nobody knows."""
+    """Estimated size of the text; None if unknown."""
     is_document: bool = False
-    """Whether the file is one document, whose end is held out, and not one of many or of rows,
-    which are held out whole."""
+    """Whether the file is one document, whose end is held out for validation. Otherwise whole
+    documents are held out."""
     is_divisible: bool = False
-    """Whether a range of it can be read by itself."""
+    """Whether a range of the file can be read by itself."""
 
 
 class Corpus(abc.ABC):
-    """Documents in files. Other processes get a corpus by pickle."""
+    """Documents in files. A corpus can be pickled for other processes."""
 
     files: Sequence[CorpusFile]
     fingerprint: str
-    """Changes when the documents do, as far as can be told without reading them."""
+    """A text that changes with the documents, as far as sizes, times and names of files show."""
     validation_source: str | None = None
-    """The SOURCE of `prepare` that is the data set's own validation split; None where it has none,
-    or where the corpus has that split in it."""
+    """The SOURCE of the data set's own validation split; None if there is none, or if this corpus
+    contains it."""
 
     @abc.abstractmethod
     def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:
-        """The documents of a file, or of a range of a file that is divisible.
+        """The documents of a file, or of a range of a divisible file.
 
         Args:
           part: the range.
-          on_bad: called with the error of each bad line or row, which is then left out; None raises
-            the error.
+          on_bad: called with the error of each bad line or row, which is then left out. Without it
+            the error is raised.
 
         Raises:
           ValueError: the file is damaged, or lacks the field with the text.
         """
 
     def hint(self) -> str | None:
-        """What the user may have overlooked; None where nothing.
+        """A hint at what the user may have overlooked; None if there is nothing.
 
         Raises:
-          ValueError: the text is not as the arguments say.
+          ValueError: the text contradicts the arguments.
         """
         return None
 
@@ -159,21 +161,22 @@ class Texts(Corpus):
 class TextFiles(Corpus):
     """Files of text (`rows.KINDS`), compressed or not.
 
-    A `.txt` is one document unless a separator ends its documents. A line of `.jsonl` or `.ndjson`,
-    an element or a line of `.json`, and a row of any other file is one.
+    A `.txt` is one document, or with a separator several. In the other files each line (`.jsonl`,
+    `.ndjson`), element or line (`.json`) or row is a document.
 
-    The name of a document is the path of its file relative to the directory that all files share
-    and, where a file has several, its place there: the byte of its line or the number of its row.
+    The name of a document is the path of its file, relative to the directory that all files share.
+    In a file of several documents the offset follows: the byte of the line, or the number of the
+    row.
 
     Args:
       patterns: paths or globs (`~` and `**` work), also of `gs://`.
-      text_field: where the text is in a line or row; a dot leads into a field.
-      separator: what stands between the documents of a `.txt`.
+      text_field: the field of a line or row with the text; a dot leads into a field.
+      separator: text between the documents of a `.txt`.
 
     Raises:
       FileNotFoundError: a pattern matches no file.
       ValueError: a file is of another kind than those named above, or lies in another store,
-        or there is no text to separate.
+        or a separator is given without a `.txt`.
       ImportError: a file needs a library of the extra `hf`, or a bucket needs the extra `gcs`.
       OSError: a bucket does not answer.
     """
@@ -207,7 +210,8 @@ class TextFiles(Corpus):
 
     def _described(self, name: str, size: int, kind: str, compression: str) -> CorpusFile:
         is_packed, mark = bool(compression) or kind == ".parquet", self._separator
-        # Where the next separator is must not depend on where one looks from.
+        # A separator that overlaps itself, such as "aXa" in "aXaXa", is found at other bytes from
+        # another start of the search, so two neighbouring ranges could disagree.
         overlaps = any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
         return CorpusFile(
             name=name,
@@ -237,11 +241,11 @@ class TextFiles(Corpus):
                 field=self._text_field,
                 separator=self._separator,
             )
-            for place, text in texts_of(rows, path, on_bad):
-                yield Document(f"{name}:{place}", (text,))
+            for offset, text in texts_of(rows, path, on_bad):
+                yield Document(f"{name}:{offset}", (text,))
 
     def _find_separator(self) -> None:
-        """Read the texts up to the first separator, and refuse one that occurs nowhere."""
+        """Refuse a separator that occurs in no text; reads up to the first one."""
         mark, carriage = self._separator, self._separator.replace(b"\n", b"\r\n")
         advice, texts = "correct it or leave it out", []
         for path, (kind, compression) in zip(self._paths, self._kinds, strict=True):
@@ -251,6 +255,7 @@ class TextFiles(Corpus):
             with _reporting(path), reading(path), _open(path) as raw:
                 file, text = decompressed(raw, compression), b""
                 while block := file.read(BLOCK_BYTES):
+                    # The end of the block before: a separator may stand across two blocks.
                     text = text[max(len(text) - len(carriage) + 1, 0) :] + block
                     if mark in text:
                         return
@@ -262,7 +267,7 @@ class TextFiles(Corpus):
         )
 
     def hint(self) -> str | None:
-        """That a text spells the end of a document, which is ordinary text to a tokenizer.
+        """A hint if a text contains `<|endoftext|>`, which a tokenizer takes for ordinary text.
 
         Raises:
           ValueError: the separator occurs nowhere.
@@ -286,10 +291,10 @@ class TextFiles(Corpus):
 class PythonSources(Corpus):
     """The standard library of the running interpreter, one document a file.
 
-    Leaves out installed packages, tests, and files that are not UTF-8.
+    Installed packages, tests, and files that are not UTF-8 are left out.
 
     Args:
-      root: the directory of the library; by default that of the running interpreter.
+      root: the directory of the library, by default the running interpreter's.
     """
 
     def __init__(self, root: Path | None = None) -> None:
@@ -298,7 +303,8 @@ class PythonSources(Corpus):
             CorpusFile(name=name, num_bytes=(self._root / name).stat().st_size)
             for name in _python_names(self._root)
         ]
-        # Cheaper than a digest of the text.
+        # Names and sizes: cheaper than a digest of the text, and a release of Python does not
+        # change.
         listing = [f"{file.name} {file.num_bytes}" for file in self.files]
         self.fingerprint = _digest([f"Python {platform.python_version()}", *listing])
 
@@ -310,7 +316,7 @@ class PythonSources(Corpus):
 
 
 def _matches(pattern: str) -> dict[str, tuple[int, str]]:
-    """Size and version of each file that a path or glob means."""
+    """Size and version of each file that matches a path or glob."""
     files = _matches_in_bucket(pattern) if is_remote(pattern) else _matches_on_disk(pattern)
     if not files:
         raise FileNotFoundError(f"no file matches {pattern!r}; check the path or the pattern.")
@@ -337,8 +343,8 @@ def _matches_in_bucket(pattern: str) -> dict[str, tuple[int, str]]:
 
 
 def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
-    """As `_matches`; links are followed, which the glob of fsspec leaves out. A file counts once,
-    by its own name or else the shortest."""
+    """`_matches` on a disk. Unlike the glob of fsspec it follows links; a file with several links
+    counts once, by its own name or else by the shortest."""
     path = os.path.abspath(pattern)
     if os.path.isdir(path):
         raise _no_directory(glob.escape(pattern), os.walk(path))
@@ -346,8 +352,8 @@ def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
     real, once = functools.cache(os.path.realpath), {}
     for name in sorted(names, key=lambda name: (os.path.islink(name), len(name), name)):
         folder, last = os.path.split(name)
-        place = os.path.join(real(folder), last)
-        once.setdefault(real(place) if os.path.islink(name) else place, name)
+        entry = os.path.join(real(folder), last)
+        once.setdefault(real(entry) if os.path.islink(name) else entry, name)
     broken = [name for name in once.values() if not os.path.exists(name)]
     if broken:
         raise FileNotFoundError(
@@ -361,16 +367,16 @@ def _matches_on_disk(pattern: str) -> dict[str, tuple[int, str]]:
 def _no_directory(
     pattern: str, walk: Iterable[tuple[Any, Any, Iterable[str]]]
 ) -> IsADirectoryError:
-    """A refusal that names the pattern of those files in a directory of which it has most.
+    """The error for a directory: it names a pattern of the most frequent kind of file there.
 
     Args:
-      pattern: of the directory.
-      walk: directory, subdirectories and files of each directory there, as `os.walk` gives them.
+      pattern: the path of the directory.
+      walk: path, subdirectories and files of each directory below, like `os.walk`.
     """
     names = itertools.islice(
         itertools.chain.from_iterable(files for *_, files in walk), _MANY_NAMES
     )
-    endings = Counter(found[0] for name in names if (found := _ENDING.search(name)))
+    endings = Counter(match[0] for name in names if (match := _ENDING.search(name)))
     if not endings:
         return IsADirectoryError(
             f"{pattern} is a directory without files of text ({', '.join(KINDS)}); name files of "
@@ -389,7 +395,7 @@ def _open(path: str) -> io.BufferedReader:
 
 @contextlib.contextmanager
 def _reporting(path: str) -> Generator[None]:
-    """Raise as OSError, in one line, what libraries raise over a bucket."""
+    """Raise OSError, in one line, for the errors of libraries over a bucket."""
     try:
         yield
     except (ValueError, ImportError):
@@ -400,18 +406,20 @@ def _reporting(path: str) -> Generator[None]:
 
 
 def bounds_in_text(file: io.BufferedIOBase, size: int, part: FileRange) -> tuple[int, int]:
-    """The bytes of a text that lie in a range of it."""
+    """The first byte of a range of a text, and the first after it."""
     start, end = (_cut(file, position, size) for position in part.of(size))
     return start, end
 
 
 def _cut(file: io.BufferedIOBase, position: int, end: int) -> int:
-    """Where a text that ends at a byte can be cut, from another byte on: after a line break or,
-    where a megabyte has none, between two characters."""
+    """The first byte, from `position` on, at which a text of `end` bytes can be cut: after a line
+    break or, if a megabyte has none, between two characters."""
     if position == 0 or position >= end:
         return min(position, end)
     file.seek(position - 1)
-    line_break = file.read(min(BLOCK_BYTES, end - position)).find(b"\n")  # not that at the end
+    # One byte earlier, as a line break just before `position` is a cut there; the last byte of the
+    # text is not read, as a cut after it would leave nothing.
+    line_break = file.read(min(BLOCK_BYTES, end - position)).find(b"\n")
     if line_break >= 0:
         return position + line_break
     file.seek(position)
@@ -420,20 +428,21 @@ def _cut(file: io.BufferedIOBase, position: int, end: int) -> int:
 
 
 def _decoded(file: io.BufferedReader, path: str, start: int, end: int | None) -> Iterator[str]:
-    """The text from the byte `start`, where the file is, to the byte `end`, or its end, in blocks.
+    """The text of the bytes [start, end), in blocks; with `end=None` to the end of the file.
 
-    A byte-order mark at the start of the file is no text.
+    The file's position is `start`. A byte-order mark at the start of the file is no text.
     """
-    place = start
-    decoder = codecs.getincrementaldecoder("utf-8" if place else "utf-8-sig")()
+    position = start
+    decoder = codecs.getincrementaldecoder("utf-8" if position else "utf-8-sig")()
     while True:
         with reading(path):
-            block = file.read(BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - place))
-            place += len(block)
+            block = file.read(BLOCK_BYTES if end is None else min(BLOCK_BYTES, end - position))
+            position += len(block)
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                byte = place - len(error.object) + error.start
+                # The decoder holds back a character that the block cuts, and prepends it here.
+                byte = position - len(error.object) + error.start
                 raise ValueError(
                     f"it is not UTF-8 (byte {byte}); convert it, for example with iconv."
                 ) from error

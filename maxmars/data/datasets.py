@@ -1,4 +1,9 @@
-"""Data as public Grain datasets: the windows or documents of a directory, the examples of a run."""
+"""Data as public Grain datasets: the windows or documents of a directory, the examples of a run.
+
+These are the doors for users who map, pack or look at data in Grain's own words. `dataset` and
+`documents` are in the order of the stream, and a run that trains on a map of them shuffles and
+repeats it; `examples` is in the order of training, shuffled and mixed, and endless.
+"""
 
 from __future__ import annotations
 
@@ -39,24 +44,24 @@ def dataset(
 ) -> TokenDataset:
     """The windows of a directory of tokens in order, as a run with the same `packing` has them.
 
-    Each shares its last token with the next one. A function for `GrainConfig` returns them with a
-    map of its own; a run then shuffles and repeats them.
+    Each window shares its last token with the next one. A function for `GrainConfig` may return
+    this dataset with a map; a run then shuffles and repeats the windows.
 
     Args:
       path: the directory, in any format that `maxmars train` reads, on a disk or `gs://`. A
-        `TokenFilesConfig` also says what other programs' files do not.
+        `TokenFilesConfig` may also name tokenizer and dtype, which other programs' files lack.
       split: `train` or `val`.
       length: tokens of a window that are predicted, `model.max_seq_len`.
       packing: `split` adds `segment_ids` and `positions`, by which attention stays within the
         documents that share a window.
 
     Returns:
-      Dicts of int32 arrays [length + 1], `tokens` first. Their attribute `tokenizer` is that of the
-      tokens.
+      Dicts of int32 arrays [length + 1], `tokens` first. The dataset's attribute `tokenizer` is the
+      tokenizer of the tokens.
 
     Raises:
-      FileNotFoundError, ValueError, OSError, ImportError: see `formats.open_directory`; or there
-        is no such split, or it is too short for a window.
+      FileNotFoundError, ValueError, OSError, ImportError: see `formats.open_directory`; ValueError
+        also if the split does not exist, or is too short for a window.
     """
     require(packing in ("none", "split"), f"packing={packing!r} must be 'none' or 'split'.")
     stream = open_directory(path).stream(split)
@@ -71,20 +76,20 @@ def dataset(
 
 
 def documents(path: str | os.PathLike[str] | TokenFilesConfig, split: str) -> DocumentDataset:
-    """The documents of a directory of tokens in order, each with the token that ends it.
+    """The documents of a directory of tokens in order, each with its end-of-text token.
 
-    Joined, they are the stream. Where they start stands in our own directories; in those of other
-    programs all tokens are searched for the token that ends a document.
+    Concatenated, they are the stream. Directories of `maxmars data prepare` record where documents
+    start; in those of other programs all tokens are searched for the end-of-text token.
 
     Args:
       path, split: see `dataset`.
 
     Returns:
-      int32 arrays [tokens]. The attribute `lengths` has their sizes, `tokenizer` is that of the
-      tokens.
+      int32 arrays [tokens]. The dataset's attribute `lengths` has the sizes of these arrays, and
+      `tokenizer` is the tokenizer of the tokens.
 
     Raises:
-      See `dataset`; ValueError also where nothing says which token ends a document.
+      See `dataset`; ValueError also where the end-of-text token is not known.
     """
     stream = open_directory(path).stream(split)
     starts = _document_starts(stream)
@@ -105,18 +110,18 @@ def documents(path: str | os.PathLike[str] | TokenFilesConfig, split: str) -> Do
 
 
 def examples(run: str | os.PathLike[str]) -> TokenDataset:
-    """What a run trains on, in order: row r of a step is its `train/first_example` + r.
+    """The examples of a run in training order: row r of a step is its `train/first_example` + r.
 
     Args:
-      run: the working directory; its data must be where they were.
+      run: the working directory; the data must lie at the path that the run's config names.
 
     Returns:
-      Endless dicts of arrays [max_seq_len + 1]: `tokens`, and what the data has of `mask`,
-      `segment_ids` and `positions`. The attribute `tokenizer` is that of the tokens.
+      Endless dicts of arrays [max_seq_len + 1]: `tokens`, and those of `mask`, `segment_ids` and
+      `positions` that the data has. The attribute `tokenizer` is the tokenizer of the tokens.
 
     Raises:
       FileNotFoundError: there is no run, or its data are gone.
-      ValueError: they are other data than the run read.
+      ValueError: the data differ from those that the run read.
       OSError, ImportError: see `batches.open_data`.
     """
     workdir = resolve(run)
@@ -147,12 +152,12 @@ def _rows(batch: Batch) -> list[Batch]:
 
 
 def _document_starts(stream: TokenStream) -> Int64[np.ndarray, " starts"]:
-    """Where each document starts in a stream, and where the last one ends."""
+    """First token of each document of a stream, and at the end the number of tokens."""
     directory = stream.directory
     metadata = directory.metadata
     of_split = None if metadata is None else metadata.splits[stream.split].documents
     if of_split is None:
-        starts = _searched(stream, end_of_text(stream.vocabulary))
+        starts = _search_document_starts(stream, end_of_text(stream.vocabulary))
     else:
         path = directory.path / of_split.file
         with reporting(path):
@@ -163,8 +168,9 @@ def _document_starts(stream: TokenStream) -> Int64[np.ndarray, " starts"]:
     return np.append(starts, stream.num_tokens)
 
 
-def _searched(stream: TokenStream, end: int) -> Int64[np.ndarray, " documents"]:
+def _search_document_starts(stream: TokenStream, end: int) -> Int64[np.ndarray, " documents"]:
     ends = []
+    # In blocks: a stream may be larger than the memory.
     with Progress(stderr=True) as status:
         for first in range(0, stream.num_tokens, _BLOCK_TOKENS):
             status.update("looking for the documents", first, stream.num_tokens)

@@ -1,10 +1,10 @@
-"""The formats of token directories that can be read, and how they are told apart.
+"""The formats of token directories that can be read, and the rules that recognise them.
 
 * Our own shards (`maxmars data prepare`), on a disk or in a bucket: `meta.json`, see `metadata`.
-* nanoGPT: `train.bin` and `val.bin`, without a header. Their tokenizer is the one that the config
-  names, or a `tokenizer.json` beside them, or else GPT-2's with its uint16. They are refused where
-  a file beside them says that they are not GPT-2's, such as `meta.pkl`, which is left alone:
-  reading a pickle runs what is in it.
+* nanoGPT: `train.bin` and `val.bin`, without a header. The tokenizer is the one that the config
+  names, or else a `tokenizer.json` beside these files, or else GPT-2's (uint16). That last guess is
+  refused where a file such as `meta.pkl` shows another tokenizer. No pickle is opened, since
+  reading one runs the code in it.
 * llm.c: `NAME_train.bin` and `NAME_val.bin`, or `NAME_train_000001.bin` and so on, with a header.
 * build-nanogpt: `NAME_train_000001.npy` and so on, NumPy's arrays.
 """
@@ -50,20 +50,20 @@ _LLAMA_3 = Vocabulary(tokenizer="llama-3", size=128_256)
 _LLM_C = {(20240520, 1): ("<u2", _GPT2), (20240801, 7): ("<u4", _LLAMA_3)}
 _TOKENIZER = "tokenizer.json"
 _OF_OTHER_TOKENIZERS = ("meta.pkl", "tokenizer.model", "vocab.json")
-_WINDOWS, _WINDOW = 16, 4096  # tokens that are looked at before anything is done with a directory
+_WINDOWS, _WINDOW = 16, 4096  # samples of each split that are checked, and tokens of a sample
 _MANY, _FEW_HIGH_BYTES = 1024, 0.05
 
 
 def open_directory(tokens: str | os.PathLike[str] | TokenFilesConfig) -> TokenDirectory:
-    """A directory of tokens in any format that can be read, after a look at its files.
+    """A directory of tokens in any format that can be read, checked by `check_files`.
 
     Args:
-      tokens: its path, on a disk or in a bucket; `TokenFilesConfig` also says what its files do
-        not.
+      tokens: path of the directory, on a disk or in a bucket. A `TokenFilesConfig` may also name
+        tokenizer, vocabulary size and dtype, for other programs' files.
 
     Raises:
-      FileNotFoundError: there is no such directory, nothing in it that can be read, or a file of
-        our own shards is missing.
+      FileNotFoundError: there is no such directory, or no tokens in it, or one of our own shards is
+        missing.
       ValueError: the files are damaged.
       OSError, ImportError: a bucket cannot be read; see `files.require_access`.
     """
@@ -77,7 +77,7 @@ def open_directory(tokens: str | os.PathLike[str] | TokenFilesConfig) -> TokenDi
 def vocab_size_of(directory: str) -> int:
     """Number of token ids of a directory in any format that can be read.
 
-    It is GPT-2's where another program's files, and a `tokenizer.json` beside them, do not say it.
+    Other programs' files without a `tokenizer.json` have GPT-2's number, unless a header says more.
 
     Raises:
       See `open_directory`.
@@ -90,10 +90,10 @@ def vocab_size_of(directory: str) -> int:
 
 
 def read_description(directory: str | os.PathLike[str]) -> str | None:
-    """The text of a directory's `meta.json`; None on a disk where there is none.
+    """The text of a directory's `meta.json`; None for a directory on a disk without one.
 
     Raises:
-      FileNotFoundError: it is not there yet, or not in a bucket.
+      FileNotFoundError: the preparation is unfinished, or a directory in a bucket has none.
       OSError, ImportError: see `open_directory`.
     """
     path = resolve(directory)
@@ -109,7 +109,7 @@ def read_description(directory: str | os.PathLike[str]) -> str | None:
 
 
 def describe(tokens: TokenFilesConfig, text: str | None) -> TokenDirectory:
-    """The directory that `text`, its `meta.json`, describes; without one, its files and the config.
+    """The directory as described by `text`, its `meta.json`, or else by file names and the config.
 
     Raises:
       See `open_directory`.
@@ -142,17 +142,17 @@ def describe(tokens: TokenFilesConfig, text: str | None) -> TokenDirectory:
             tokenizer=metadata.tokenizer,
             size=metadata.vocab_size,
             digest=metadata.tokenizer_digest,
-            place=path,
+            path=path,
         ),
         metadata=metadata,
     )
 
 
 def check_files(directory: TokenDirectory, *, checksums: bool = True) -> None:
-    """Check that the files of a directory are what describes them; one process does it for all.
+    """Check the files of a directory against its description; one process does so for all.
 
-    In a bucket these are size and checksum of every object, on a disk the size of every file, and
-    of other programs' files also whether tokens here and there may be what they are taken for.
+    In a bucket, it compares size and checksum of every object; on a disk, the size of every file.
+    Of other programs' files it also checks samples of the tokens.
 
     Raises:
       See `open_directory`.
@@ -180,7 +180,7 @@ def check_files(directory: TokenDirectory, *, checksums: bool = True) -> None:
 
 
 def _check_objects(directory: TokenDirectory, metadata: Metadata, checksums: bool) -> None:
-    """Compare what a bucket says of the shards of a directory with `meta.json`."""
+    """Compare a bucket's metadata of the shards of a directory with `meta.json`."""
     objects = list_objects(directory.path)
     shards = [shard for split in metadata.splits.values() for shard in split.shards]
     if checksums and any(shard.crc32c is None for shard in shards):
@@ -205,7 +205,7 @@ def _check_objects(directory: TokenDirectory, metadata: Metadata, checksums: boo
 
 
 def _refuse_other_tokenizers(directory: TokenDirectory) -> None:
-    """Refuse nanoGPT's files where one beside them says that their tokens are not GPT-2's."""
+    """Refuse nanoGPT's files if a file beside them shows that their tokens are not GPT-2's."""
     other = next((n for n in _OF_OTHER_TOKENIZERS if (directory.path / n).exists()), None)
     if other is not None:
         path = directory.path
@@ -220,7 +220,7 @@ def _refuse_other_tokenizers(directory: TokenDirectory) -> None:
 
 
 def _warn_of_gaps(files: Sequence[TokenFile]) -> None:
-    """Warn where a number is left out between those of the files of a split."""
+    """Warn if a number is missing in the numbered files of a split."""
 
     def number_of(file: TokenFile) -> int:
         match = _NAME.fullmatch(file.path.name)
@@ -239,12 +239,13 @@ def _warn_of_gaps(files: Sequence[TokenFile]) -> None:
 
 
 def _check_samples(stream: TokenStream) -> None:
-    """Look at tokens here and there, before a run: may they be what they are taken to be?
+    """Check samples of the tokens: ids within the vocabulary, and plausible where GPT-2 is a guess.
 
     Raises:
-      ValueError: they are not.
+      ValueError: a sample fails the check.
     """
     length = min(_WINDOW, stream.num_tokens)
+    # From even tokens, so that the high halves of 32-bit integers are every second number.
     starts = np.linspace(0, stream.num_tokens - length, _WINDOWS).astype(np.int64) // 2 * 2
     samples = stream.read_windows(np.unique(starts), length)
     if not stream.directory.is_guess or length < _MANY:
@@ -252,7 +253,7 @@ def _check_samples(stream: TokenStream) -> None:
     ids = samples.astype("<u2")
     if not ids[:, 1::2].any():
         why = "every second one is 0, as in integers of 32 or 64 bits"
-    elif np.mean(ids.view(np.uint8) > 127) < _FEW_HIGH_BYTES:  # of GPT-2's, a third of the lower
+    elif np.mean(ids.view(np.uint8) > 127) < _FEW_HIGH_BYTES:  # GPT-2: a third of all low bytes
         why = "they are small, as of bytes or characters"
     else:
         return
@@ -273,6 +274,7 @@ def _foreign(path: epath.Path, tokens: TokenFilesConfig) -> TokenDirectory:
     matches = [(file, m) for file in sorted(path.iterdir()) if (m := _NAME.fullmatch(file.name))]
     bins = [(file, m) for file, m in matches if file.suffix == ".bin"]
     plain = [(file, m) for file, m in bins if m["name"] is m["number"] is None]
+    # The header decides between llm.c and nanoGPT, whose files may have the same names.
     if any(_read_header(file)[0] in {magic for magic, _ in _LLM_C} for file, _ in bins):
         files, format_of = bins, _llm_c
         plain = []
@@ -303,8 +305,8 @@ def _foreign(path: epath.Path, tokens: TokenFilesConfig) -> TokenDirectory:
             "directory of its own."
         )
     files.sort(key=lambda item: (item[1]["split"], int(item[1]["number"] or 0)))
-    found = [format_of(file, m["split"]) for file, m in files]
-    kinds = {(dtype, vocabulary): file.path for file, dtype, vocabulary in found}
+    opened = [format_of(file, m["split"]) for file, m in files]
+    kinds = {(dtype, vocabulary): file.path for file, dtype, vocabulary in opened}
     if len(kinds) > 1:
         paths = " and ".join(map(str, kinds.values()))
         raise ValueError(
@@ -318,7 +320,7 @@ def _foreign(path: epath.Path, tokens: TokenFilesConfig) -> TokenDirectory:
         dtype = np.dtype(tokens.dtype or ("u2" if vocabulary.size <= 1 << 16 else "u4"))
     return TokenDirectory(
         path=path,
-        files=tuple(file for file, _, _ in found),
+        files=tuple(file for file, _, _ in opened),
         dtype=dtype.newbyteorder("<"),
         vocabulary=vocabulary,
         is_guess=bool(plain) and not is_named,
@@ -326,7 +328,7 @@ def _foreign(path: epath.Path, tokens: TokenFilesConfig) -> TokenDirectory:
 
 
 def _nanogpt(path: epath.Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
-    """A file that says nothing of itself."""
+    """A file of nanoGPT, which has no header; dtype and vocabulary are the guess."""
     file = TokenFile(path=path, split=split, num_bytes=os.stat(path).st_size)
     return file, np.dtype("<u2"), _GPT2
 
@@ -348,7 +350,7 @@ def _llm_c(path: epath.Path, split: str) -> tuple[TokenFile, np.dtype, Vocabular
 
 def _numpy(path: epath.Path, split: str) -> tuple[TokenFile, np.dtype, Vocabulary]:
     try:
-        array = np.load(path, mmap_mode="r")  # which refuses pickles
+        array = np.load(path, mmap_mode="r")  # np.load refuses pickles by default
     except (ValueError, EOFError) as error:
         raise ValueError(
             f"{path} is no array of NumPy that can be read ({error}); write it again with np.save."
@@ -365,7 +367,7 @@ def _numpy(path: epath.Path, split: str) -> tuple[TokenFile, np.dtype, Vocabular
 
 
 def _read_header(path: epath.Path) -> tuple[int, int, int]:
-    """Magic number, version and token count of an llm.c file; zeros of one that is too short."""
+    """Magic number, version and token count of an llm.c file; zeros if it is too short."""
     with path.open("rb") as file:
         start = file.read(_HEADER_BYTES)
     magic, version, count = np.frombuffer(start.ljust(12, b"\0")[:12], _HEADER[0]).tolist()

@@ -26,7 +26,7 @@ from maxmars.distributed.files import parse_json, read_text, reporting, resolve,
 
 FORMAT = "maxmars-tokens"
 VERSION = 3
-"""2 is read too; it held out other documents of small corpora, and cut long texts elsewhere."""
+"""Version 2 is read too: it divided texts into the splits by another rule."""
 METADATA, PLAN = "meta.json", "plan.json"
 PREPARE = (
     "run `maxmars data prepare SOURCE DIRECTORY` to make one, with `--tokenizer gpt2` for GPT-2"
@@ -49,12 +49,12 @@ class Shard(CheckedConfig):
     """The checksum that buckets keep: base64 of the big-endian CRC32C. None where the text was
     prepared without the extra `gcs`."""
     generation: str | None = None
-    """Read by nobody: earlier versions wrote here which write of the file in the bucket it was."""
+    """Unused: earlier versions recorded the generation of the object in the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentStarts(CheckedConfig):
-    """The file that says where each document of a split starts, in order: little-endian uint64."""
+    """The file with the first token of each document of a split, in order: little-endian uint64."""
 
     file: str
     count: NotNegative[int]
@@ -73,7 +73,7 @@ class Split(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata(CheckedConfig):
-    """What is in a directory of token shards. A split without tokens is not listed."""
+    """Contents of a directory of token shards. A split without tokens is not listed."""
 
     tokenizer: str
     tokenizer_digest: str
@@ -83,7 +83,7 @@ class Metadata(CheckedConfig):
     source: str
     command: str | None = None
     loss: Loss | None = None
-    """What the tokenizer loses of a sample of the text; None where nothing."""
+    """Characters of a sample that the tokenizer loses; None where it loses none."""
     skipped: Skipped | None = None
     """Lines and rows that were left out; None where none."""
     repeated: int | None = None
@@ -100,17 +100,17 @@ class Metadata(CheckedConfig):
 
 
 def write_metadata(directory: epath.Path, metadata: Metadata) -> None:
-    """Write `meta.json` into a directory, in one step; what is None is left out."""
+    """Write `meta.json` into a directory, atomically; fields that are None are left out."""
     fields = asdict(metadata, dict_factory=lambda items: {k: v for k, v in items if v is not None})
     fields = {"format": FORMAT, "version": VERSION, **fields}
     write_text(directory / METADATA, json.dumps(fields, indent=2) + "\n")
 
 
 def check_finished(directory: epath.Path) -> None:
-    """Refuse a directory of tokens that is being prepared.
+    """Refuse a directory of tokens whose preparation is unfinished.
 
     Raises:
-      FileNotFoundError: it has no `meta.json` yet.
+      FileNotFoundError: the directory has a `plan.json`, but no `meta.json` yet.
     """
     with reporting(directory):
         unfinished = (directory / PLAN).exists() and not (directory / METADATA).exists()
@@ -122,12 +122,12 @@ def check_finished(directory: epath.Path) -> None:
 
 
 def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
-    """What `meta.json` says of a directory of token shards.
+    """The contents of the `meta.json` of a directory of token shards.
 
     Raises:
       FileNotFoundError: there is no such directory or no `meta.json` in it.
       ValueError: `meta.json` is damaged, or of another format or version.
-      OSError: it cannot be read.
+      OSError: `meta.json` cannot be read.
     """
     path = resolve(directory) / METADATA
     text = read_text(path)
@@ -140,10 +140,10 @@ def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
 
 
 def parse_metadata(text: str, path: epath.Path) -> Metadata:
-    """What the text of the `meta.json` at `path` says; see `read_metadata`.
+    """The metadata in the text of the `meta.json` at `path`; see `read_metadata`.
 
     Raises:
-      ValueError: it is damaged, or of another format or version.
+      ValueError: the text is damaged, or of another format or version.
     """
     with about(path):
         fields = read_as(dict[str, Any], parse_json(text))
@@ -153,7 +153,7 @@ def parse_metadata(text: str, path: epath.Path) -> Metadata:
                 f"it is of format {format_!r} version {version!r}, but this maxmars reads "
                 f"{FORMAT!r} version {VERSION}; {AGAIN}."
             )
-        # Earlier versions wrote these, which nobody reads.
+        # Fields of earlier versions that are unused now.
         for name in ("part", "eot_token"):
             fields.pop(name, None)
         if isinstance(loss := fields.get("loss"), dict):

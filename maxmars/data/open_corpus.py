@@ -1,4 +1,9 @@
-"""What SOURCE means: a TFDS dataset, a Hugging Face dataset, a preset, local files or Python."""
+"""What SOURCE means: a TFDS dataset, a Hugging Face dataset, a preset, local files or Python.
+
+`open_corpus` reads the syntax of SOURCE and makes the corpus. The corpora of files stand in
+`corpus.py`; those of TFDS and of the hub stand here. Both libraries raise exceptions of many kinds,
+which become one error with the way out. TFDS is read from its files alone, without TensorFlow.
+"""
 
 from __future__ import annotations
 
@@ -39,15 +44,15 @@ class HubDataset:
     text_field: str = "text"
     revision: str | None = None
     data_files: str | None = None
-    """Pattern of the files of the split, where they alone say what the config is."""
+    """Pattern of the split's files, if the repository declares no config for them."""
     first_row: str | None = None
-    """Pattern of the row that starts a document, where a document has several rows."""
+    """Pattern of the row that starts a document, if a document has several rows."""
     validation_fraction: float = 0.0005
-    """Part of the documents to hold out, unless the user says another."""
+    """Share of the documents to hold out by default."""
 
 
 PRESETS: Mapping[str, HubDataset] = {
-    # Its loading script does not run any more; the hub's own conversion to Parquet does without.
+    # `datasets` no longer runs the loading script; the hub's own conversion to Parquet needs none.
     "openwebtext": HubDataset(
         repository="Skylion007/openwebtext",
         revision="refs/convert/parquet",
@@ -77,9 +82,9 @@ def open_corpus(
     Args:
       source: `tfds:NAME[:split]`, `hf:REPO[:config][:split]`, `NAME[:split]` of `PRESETS`,
         `python`, or a path or glob of files, also of `gs://`.
-      text_field: where the text is; by default `text`, or what the preset says.
-      data_dir: where TFDS finds its datasets.
-      separator: what stands between the documents of a `.txt`; None takes the file as one.
+      text_field: the field with the text; by default `text`, or the preset's.
+      data_dir: the directory of TFDS's datasets.
+      separator: text between the documents of a `.txt`; with None a file is one document.
 
     Raises:
       ValueError: the source is no dataset that can be read, lacks the field, or has no separator.
@@ -129,13 +134,13 @@ def _hub_dataset(rest: str) -> HubDataset:
 
 
 class TfdsCorpus(Corpus):
-    """A set of TensorFlow Datasets as it lies on the disk; loads no TensorFlow.
+    """A data set of TensorFlow Datasets on the disk; loads no TensorFlow.
 
-    Its files are the shards of the split: of TFRecord read from their first record on, of
-    array_record in ranges. Their documents have the same names in both.
+    The files of the corpus are the shards of the split. Shards of TFRecord are read from the first
+    record on, those of array_record also in ranges. Documents have the same names in both formats.
 
     Raises:
-      FileNotFoundError: the set has not been prepared, or has no such split.
+      FileNotFoundError: the data set has not been prepared, or has no such split.
       ValueError: there is no such field.
     """
 
@@ -169,13 +174,13 @@ class TfdsCorpus(Corpus):
 
     @cached_property
     def _opened(self) -> tuple[Any, Any, Any]:
-        """The builder, what it says of the split, and its records in a format with random access;
-        None where it has none."""
+        """The builder, its description of the split, and the records by number; None for records
+        in TFRecord, which has no random access."""
         import tensorflow_datasets as tfds
 
         try:
-            # The files say what is there. The code of a dataset knows its newest version only, and
-            # makes a temporary directory that nobody removes.
+            # From the files: the code of a data set knows only the newest version, and makes a
+            # temporary directory that nobody removes.
             builder = tfds.core.read_only_builder.builder_from_files(
                 self._name, data_dir=self._data_dir
             )
@@ -193,27 +198,27 @@ class TfdsCorpus(Corpus):
             ) from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """Everything but open files."""
+        """All attributes but open files, for pickle."""
         return {name: value for name, value in self.__dict__.items() if name != "_opened"}
 
     def read(self, part: FileRange, on_bad: OnBad | None = None) -> Iterator[Document]:
-        """The documents of a shard, or of a range of one that is divisible."""
+        """The documents of a shard, or of a range of a divisible shard."""
         name = self.files[part.file].name
         start, end = self._starts[part.file], self._starts[part.file + 1]
         first, last = part.of(end - start)
         if self.files[part.file].is_divisible:
-            records = self._read_by_number(start + first, start + last)
+            records = self._read_range(start + first, start + last)
         else:
-            records = self._read_in_order(start, end)
-        for place, text in texts_of(_rows(records, self._text_field, first), name, on_bad):
-            yield Document(f"{name}:{place}", (text,))
+            records = self._read_shards(start, end)
+        for number, text in texts_of(_rows(records, self._text_field, first), name, on_bad):
+            yield Document(f"{name}:{number}", (text,))
 
-    def _read_by_number(self, first: int, last: int) -> Iterator[Any]:
+    def _read_range(self, first: int, last: int) -> Iterator[Any]:
         for begin in range(first, last, _TFDS_ROWS):
             yield from self._opened[2].__getitems__(range(begin, min(begin + _TFDS_ROWS, last)))
 
-    def _read_in_order(self, first: int, last: int) -> Iterator[Any]:
-        """The records of the shards of TFRecord that begin with one of these numbers."""
+    def _read_shards(self, first: int, last: int) -> Iterator[Any]:
+        """The records of the TFRecord shards whose first record is one of [first, last)."""
         import grain
 
         builder, part, _ = self._opened
@@ -227,7 +232,7 @@ class TfdsCorpus(Corpus):
 
 
 def _examples(records: Iterable[bytes], features: Any, shard: Any) -> Iterator[Any]:
-    """The examples in some records of a shard, none of which may be missing."""
+    """The examples in the records of a shard; raises if the shard ends early."""
     count = 0
     with about(shard.filename):
         try:
@@ -250,7 +255,7 @@ _DAMAGED = "it is damaged or cut short; copy or build it again"
 class HubCorpus(Corpus):
     """A dataset of the Hugging Face hub, streamed by `datasets` (extra `hf`).
 
-    Its files are those of the split.
+    The files of the corpus are the shards of the split.
 
     Raises:
       ImportError: `datasets` is not installed.
@@ -276,7 +281,7 @@ class HubCorpus(Corpus):
             yield Document(f"{name}:{number}", (text,))
 
     def _joined(self, rows: Iterable[str]) -> Iterator[str]:
-        """The texts of the rows; those of one document joined."""
+        """The texts of the documents; rows of one document are joined."""
         first_row = self._dataset.first_row
         if first_row is None:
             yield from rows
@@ -292,14 +297,14 @@ class HubCorpus(Corpus):
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], field: str, first: int = 0) -> Iterator[Row]:
-    """Rows that a library has read, numbered from the first."""
+    """Rows from the examples that a library has read, numbered from `first`."""
     for number, row in enumerate(rows, first):
         yield Row(number, partial("row {:,}".format, number), partial(text_in, row, field))
 
 
 @contextlib.contextmanager
-def _telling_of_the_hub(what: str) -> Iterator[None]:
-    """Raise as one kind of error what `datasets`, `huggingface_hub` and `httpx` raise of many."""
+def _reporting_hub_errors(what: str) -> Iterator[None]:
+    """Raise ConnectionError for any error of `datasets`, `huggingface_hub` and `httpx`."""
     try:
         yield
     except Exception as error:
@@ -311,18 +316,18 @@ def _telling_of_the_hub(what: str) -> Iterator[None]:
 
 
 def _read_rows(rows: Iterable[Any], name: str) -> Iterator[Any]:
-    with _telling_of_the_hub(f"reading {name}"):
+    with _reporting_hub_errors(f"reading {name}"):
         yield from rows
 
 
 def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
-    """The stream of a split, and what identifies its files."""
+    """The stream of a split, and the identity of its files; see `_identity`."""
     with needs_extra("hf"):
         import datasets
     repository = str(Path(dataset.repository).expanduser())
     files = {dataset.split: dataset.data_files} if dataset.data_files else None
     what = f"opening split {dataset.split!r}, config {dataset.config!r} of {repository}"
-    with _telling_of_the_hub(what):
+    with _reporting_hub_errors(what):
         builder = datasets.load_dataset_builder(
             repository, name=dataset.config, revision=dataset.revision, data_files=files
         )
@@ -338,7 +343,8 @@ def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
 
 
 def _identity(file: str) -> str:
-    """What changes when a file does; the name of one on the hub holds its commit."""
+    """A text that changes with a file: the name of a file on the hub has the commit in it; a local
+    file has its size and time."""
     if not os.path.isfile(file):
         return file
     status = os.stat(file)

@@ -1,6 +1,9 @@
 """Windows from a function of the user's own that returns a Grain dataset.
 
-See `GrainSource`, and the README of this room for examples.
+A run must find its place in the data in constant time, and read the same windows again after a
+resume. So the function returns a finite `MapDataset`; shuffling and repeating are the run's work.
+Each example that is read is checked (`ExampleCheck`). The digest of the data covers the function's
+file, options, and first and last window. See `GrainSource` for the config, and the README.
 """
 
 from __future__ import annotations
@@ -28,15 +31,15 @@ _MANY = 1 << 60  # more elements than any data; repeat() makes 2**63 - 1 of them
 
 
 class ExampleCheck:
-    """Checks what a user's function gives, a batch at a time.
+    """Checks the examples of a user's function, a batch at a time.
 
     Args:
-      what: begins an error: the field of the config, the function and the split.
-      length: an array holds one number more.
-      vocab_size: bounds the tokens.
+      what: first words of every error: the field of the config, the function and the split.
+      length: tokens that are predicted; an array has one element more.
+      vocab_size: upper bound of the tokens, exclusive.
 
     Attributes:
-      types: names and types of the arrays of the first example, which all others need too.
+      types: names and types of the arrays of the first example; all other examples need the same.
     """
 
     def __init__(self, what: str, length: int, vocab_size: int) -> None:
@@ -49,14 +52,14 @@ class ExampleCheck:
         self.types: Types = {}
 
     def problem(self, problem: str) -> ValueError:
-        """An error that says a problem."""
+        """An error with this message."""
         return ValueError(f"{self._what}: {problem}.")
 
     def read(self, numbers: Sequence[int], examples: Iterable[Any]) -> Batch:
         """The arrays [examples, length + 1] of examples with these numbers.
 
         Raises:
-          ValueError: one is not as it should be, or unlike the first.
+          ValueError: an example breaks a rule, or has other arrays than the first example.
         """
         rows = [e if isinstance(e, Mapping) else {"tokens": e} for e in examples]
         for number, row in zip(numbers, rows, strict=True):
@@ -81,7 +84,7 @@ class ExampleCheck:
         return {name: array.astype(self.types[name]) for name, array in arrays.items()}
 
     def _stacked(self, name: str, numbers: Sequence[int], arrays: Sequence[np.ndarray]) -> Any:
-        """The arrays of this name of all examples as one, checked."""
+        """The arrays of this name, checked and stacked [examples, length + 1]."""
         is_mask = name == "mask"
         for number, array in zip(numbers, arrays, strict=True):
             if array.shape != (self._length + 1,):
@@ -100,7 +103,8 @@ class ExampleCheck:
         stacked, bound = np.stack(arrays), self._bounds.get(name)
         if bound is not None:
             last, rule = bound
-            # The last position is that of a target alone. The negation finds NaN too.
+            # The model never embeds the last position, which is that of a target alone. NaN is
+            # outside as well: every comparison with it is False.
             values = stacked[:, : self._length] if name == "positions" else stacked
             outside = ~((values >= 0) & (values <= last))
             if outside.any():
@@ -115,22 +119,21 @@ class ExampleCheck:
 class OwnWindows:
     """The windows of a user's own data, with the attributes and methods of `TokenWindows`.
 
-    They travel to another process as their function, and are opened again there. Where the function
-    maps what `maxmars.data.dataset` or `documents` gives, the files below are theirs as well, and
-    so is the tokenizer unless another one is named.
+    Pickling keeps the function alone, and another process opens the dataset again. Where the
+    function maps `maxmars.data.dataset` or `documents`, the files and the tokenizer are those of
+    the dataset below, unless the config names another tokenizer.
 
     Args:
-      function: where it is.
+      function: the user's function.
       split: `train` or `val`.
       length: tokens of a window that are predicted.
-      vocab_size: of the model; it bounds the tokens.
+      vocab_size: of the model; every token must be below it.
       options: further arguments of the function.
-      tokenizer: name of that of the tokens, or a directory of tokens or a `tokenizer.json` that has
-        it.
+      tokenizer: `byte`, `gpt2`, a directory of tokens, or a `tokenizer.json`.
 
     Raises:
-      FileNotFoundError, ValueError: there is no such function, it does not take the options, or it
-        returns something else than it should. Any other exception was raised by the function.
+      FileNotFoundError, ValueError: there is no such function, or it does not take the options, or
+        it returns no finite `MapDataset` of examples. The function may raise anything else.
     """
 
     def __init__(
@@ -150,8 +153,8 @@ class OwnWindows:
         self._check = ExampleCheck(f"data.source={function!r}, split {split!r}", length, vocab_size)
         self._dataset: Any = self._open()
         below = token_datasets(self._dataset)
-        self.files: Sequence[TokenFile] = [file for found in below for file in found.files]
-        self._digests = [found.digest for found in below]
+        self.files: Sequence[TokenFile] = [file for tokens in below for file in tokens.files]
+        self._digests = [tokens.digest for tokens in below]
         if tokenizer != GrainSource.tokenizer or not below:
             self.vocabulary = Vocabulary.named(tokenizer, vocab_size)
         else:
@@ -169,17 +172,18 @@ class OwnWindows:
         return {**self.__dict__, "_dataset": None}
 
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
-        if self._dataset is None:  # in another process
+        if self._dataset is None:  # after pickling
             self._dataset = self._open()
-        # Grain's name for reading several elements at once, which a dataset of tokens does.
+        # `_getitems` reads several elements at once, as `TokenDataset` needs; Grain has no public
+        # method for it.
         return self._check.read(numbers.tolist(), self._dataset._getitems(numbers.tolist()))
 
     def digest(self) -> str:
-        """SHA-256, in hex, over the text of the function, its options, the length and number of the
-        windows, and the first and the last one.
+        """SHA-256 over the function's file and options, the length and number of the windows, and
+        the first and the last window, in hex.
 
         Raises:
-          ValueError: these are other ones when they are read again.
+          ValueError: one of these two windows differs when it is read a second time.
         """
         name, options = self._function.function, self._options
         known = [name, options, self.split, self.length, len(self), self.vocabulary.tokenizer]
@@ -228,7 +232,7 @@ class OwnWindows:
                 else "it has no end; leave out repeat(), since the run repeats and shuffles"
             )
         try:
-            dataset.batch(1)
+            dataset.batch(1)  # Grain refuses it where elements may be missing
         except ValueError:
             raise self._check.problem(
                 "it leaves elements out (filter or flat_map), so that their numbers say nothing; "

@@ -1,15 +1,15 @@
 """Text to a directory of tokens: in independent tasks, to the same bytes every time.
 
-`Preparation` is what all ways of running the tasks share: processes of this machine, the jobs of a
-scheduler (`--tasks i/n`), or Apache Beam (`tools/prepare_on_beam.py`). In the directory lie
+`Preparation` serves all ways of running the tasks: processes of this machine, jobs of a scheduler
+(`--tasks i/n`), or Apache Beam (`tools/prepare_on_beam.py`). The directory holds
 
 * `plan.json`: the arguments, so that nobody mixes two preparations;
-* shards, which get their names when they are complete;
-* `tasks/00003.json`, written when the shards of task 3 have their names: it describes them;
-* `meta.json`, written when all tasks are done; then `plan.json` and `tasks` go.
+* shards, which get their final names when they are complete;
+* `tasks/00003.json`, the record of task 3, written when its shards have their names;
+* `meta.json`, written when all tasks are done; then `plan.json` and `tasks` are removed.
 
-There are no locks, which buckets and network file systems lack: two processes that do the same task
-write the same files.
+Buckets and network file systems have no locks, and none is needed: two processes that do the same
+task write the same files.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _BYTES_A_TOKEN = 4  # of English text under a vocabulary of tens of thousands; f
 _REQUESTS_AT_ONCE = 16
 
 Records = dict[int, dict[str, Any]]
-"""By the number of its task, the content of `tasks/NUMBER.json`."""
+"""From the number of a task to the content of `tasks/NUMBER.json`."""
 
 
 def prepare(
@@ -86,19 +86,19 @@ def prepare(
     workers: int = 0,
     **options: Any,
 ) -> Metadata:
-    """Tokenise documents into a directory of token shards, or finish what an earlier call began.
+    """Tokenise documents into a directory of token shards, or continue an unfinished one.
 
     Args:
-      documents: a corpus, or pairs (name, text) as if of text files; a name need not be unique.
+      documents: a corpus, or pairs (name, text); names need not be unique.
       out: the directory to make, on a disk or in a bucket.
-      workers: processes that tokenise, started by `spawn`; 0 does so here.
+      workers: processes that tokenise, started by `spawn`; 0 tokenises in this process.
       **options: the other fields of `Recipe`.
 
     Returns:
-      What was written.
+      The metadata of the directory.
 
     Raises:
-      As `Recipe`, and `run` and `finish` of `Preparation`.
+      See `Recipe`, `Preparation.run` and `Preparation.finish`.
     """
     corpus = documents if isinstance(documents, Corpus) else Texts(documents)
     preparation = Preparation(Recipe(corpus=corpus, **options), resolve(out))
@@ -110,9 +110,9 @@ def prepare(
 
 @dataclass(frozen=True)
 class Preparation:
-    """A directory of tokens in the making. Processes share it by pickle, or make it anew.
+    """A directory of tokens in the making, which any number of processes may work on.
 
-    Every document is followed by the end-of-text token; empty ones are left out.
+    Every document is followed by the end-of-text token; empty documents are left out.
     """
 
     recipe: Recipe
@@ -140,17 +140,17 @@ class Preparation:
         return METADATA in _names(self.out)
 
     def begin(self) -> None:
-        """Make the directory, or see that it is one that the same arguments began.
+        """Make the directory, or check that an earlier call with the same arguments began it.
 
         Raises:
-          FileExistsError: it is complete, or holds something else.
+          FileExistsError: the directory is complete, or holds something else.
           ValueError: it was begun with other arguments, `meta.json` is not ours, the disk is too
-            small, or the tokenizer cannot spell the text.
+            small, or the tokenizer loses too much of the text.
           OSError: it cannot be made, or a bucket does not answer.
         """
         names = _names(self.out)
         self._refuse_if_finished(names)
-        begun = read_text(self.out / PLAN) if PLAN in names else None
+        begun = read_text(self.out / PLAN) if PLAN in names else None  # the plan of that call
         if not _is_plan(begun) and not all(map(_TEMPORARY.fullmatch, names)):
             raise FileExistsError(
                 f"{self.out} exists and is no unfinished preparation; delete it or choose another "
@@ -160,6 +160,7 @@ class Preparation:
         self._check_disk(num_done)
         self.recipe.check_loss()
         if begun is not None and begun != self._plan:
+            # Another plan that has finished no task may be replaced.
             if any(filter(_RECORD.fullmatch, _names(self.out / _TASKS))):
                 raise ValueError(self._other_arguments(begun))
             for name in filter(_SHARD.fullmatch, names):  # of tasks that were cut short
@@ -181,7 +182,7 @@ class Preparation:
 
     def _refuse_if_finished(self, names: set[str]) -> None:
         if METADATA in names:
-            read_metadata(self.out)  # which refuses what is not ours
+            read_metadata(self.out)  # raises if this `meta.json` is another program's
             self._clean(names)
             raise FileExistsError(
                 f"{self.out} is complete: train on it, or delete it to prepare it anew, or choose "
@@ -192,8 +193,8 @@ class Preparation:
         """Begin, and do the tasks that are not done.
 
         Args:
-          workers: processes to start; 0 does so here.
-          share: (i, n) does those tasks only whose number leaves i when divided by n.
+          workers: processes to start; 0 works in this process.
+          share: (i, n) does only the tasks whose number is i modulo n.
 
         Raises:
           ValueError: a file of the corpus is damaged, or an argument lies outside its range; and
@@ -234,7 +235,7 @@ class Preparation:
 
         Args:
           number: of the task.
-          report: called now and then with the bytes of text that have been tokenised since.
+          report: called now and then with the bytes of text tokenised since its last call.
 
         Raises:
           See `run`.
@@ -248,7 +249,7 @@ class Preparation:
     def _do(
         self, number: int, report: Callable[[int], None], fill: Fill | None = None
     ) -> dict[str, Any]:
-        """Write what a task makes, and its record, which is returned."""
+        """Write the shards and the record of a task; returns the record."""
         record = write_task(
             self.recipe, number, self.out, check=self._check_plan, report=report, fill=fill
         )
@@ -262,13 +263,13 @@ class Preparation:
         return record
 
     def finish(self) -> Metadata | None:
-        """Describe what the tasks have written, if all are done. Any process may call it.
+        """Write `meta.json`, if all tasks are done; any process may call.
 
         Returns:
-          What is in the directory now, or None: tasks are missing.
+          The metadata of the directory; None if tasks are missing.
 
         Raises:
-          ValueError: a split has no text, or more was bad than may be skipped.
+          ValueError: a split has no text, or the corpus has more bad rows than may be skipped.
           OSError: a file cannot be written.
         """
         with self._unless_finished():
@@ -279,7 +280,7 @@ class Preparation:
         return metadata
 
     def _describe(self) -> bool:
-        """Write `meta.json`, if all tasks are done."""
+        """Write `meta.json`, if all tasks are done; returns whether it is there."""
         recipe = self.recipe
         records = self._read_records(range(len(recipe.tasks)))
         if len(records) < len(recipe.tasks):
@@ -287,7 +288,7 @@ class Preparation:
         skipped = sum(
             (read_as(Skipped, record["skipped"]) for record in records.values()), Skipped()
         )
-        skipped.refuse_over(recipe.skip_bad)
+        skipped.check_limit(recipe.skip_bad)
         if recipe.validation_fraction:
             self._fill(records)
         splits = {split: self._join(split, records) for split in SPLITS}
@@ -310,8 +311,10 @@ class Preparation:
         return True
 
     def _fill(self, records: Records) -> None:
-        """Do the last task with documents again where all these are of one split, so that the other
-        split gets the last of them."""
+        """Give the last document to the other split if all documents are of one split.
+
+        Repeats the last task that has documents.
+        """
         counts = {
             split: sum(record["splits"][split]["num_documents"] for record in records.values())
             for split in SPLITS
@@ -328,7 +331,7 @@ class Preparation:
         for name in before - _shards(records[number]):
             _delete(self.out / name)
 
-    # --- Where a preparation stands --------------------------------------------------------------
+    # --- the state of a preparation --------------------------------------------------------------
 
     @functools.cached_property
     def _plan_digest(self) -> str:
@@ -346,8 +349,7 @@ class Preparation:
         return {n for n in range(len(self.recipe.tasks)) if self._record(n).name in names}
 
     def _read_record(self, number: int) -> dict[str, Any] | None:
-        """The record of a task; None if it is not done, or was of a preparation with other
-        arguments."""
+        """The record of a task; None if the task is not done, or was done with other arguments."""
         try:
             record = parse_json(read_text(self._record(number)) or "null")
         except ValueError:
@@ -356,17 +358,17 @@ class Preparation:
         return record if is_ours else None
 
     def _read_records(self, numbers: Sequence[int]) -> Records:
-        """The records of those of some tasks that are done."""
+        """The records of these tasks, by number; tasks that are not done are left out."""
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             records = zip(numbers, pool.map(self._read_record, numbers), strict=True)
             return {number: record for number, record in records if record is not None}
 
     def _check_plan(self) -> None:
-        """See that the directory is still that of this preparation.
+        """Check that the directory still has the plan of this preparation.
 
         Raises:
-          FileNotFoundError: it is complete, or gone.
-          ValueError: it is that of another preparation.
+          FileNotFoundError: the directory is complete, or gone.
+          ValueError: it has the plan of another preparation.
         """
         plan = read_text(self.out / PLAN)
         if plan is None:
@@ -376,7 +378,7 @@ class Preparation:
 
     @contextlib.contextmanager
     def _unless_finished(self) -> Generator[None]:
-        """Go on where a file was gone because other processes have finished the directory."""
+        """Suppress FileNotFoundError if other processes have finished the directory meanwhile."""
         try:
             yield
         except FileNotFoundError:
@@ -395,7 +397,7 @@ class Preparation:
                 f"plan.json of version {earlier.get('version')} and not {_PLAN_VERSION}; finish it "
                 "with that one, or delete that directory to start anew."
             )
-        of_text = ("corpus", "validation", "num_tasks")  # hashes, which tell nobody anything
+        of_text = ("corpus", "validation", "num_tasks")  # hashes, which say nothing to a user
         differences = ", ".join(
             f"{name} was {_shortened(earlier.get(name))}, now {_shortened(now[name])}"
             for name in now
@@ -419,24 +421,25 @@ class Preparation:
             return
         text = sum(size or 0 for size in sizes) * (1 - num_done / max(len(sizes), 1))
         tokens = text / (1 if isinstance(tokenizer, ByteTokenizer) else _BYTES_A_TOKEN)
-        needed, place = tokens * np.dtype(self.recipe.dtype).itemsize, Path(self.out).absolute()
-        free = shutil.disk_usage(next(p for p in (place, *place.parents) if p.exists())).free
+        needed, path = tokens * np.dtype(self.recipe.dtype).itemsize, Path(self.out).absolute()
+        free = shutil.disk_usage(next(p for p in (path, *path.parents) if p.exists())).free
         if needed > free:
             raise ValueError(
                 f"{self.out}: the tokens of {short(text)}B of text need about {short(needed)}B, "
                 f"but the disk has {short(free)}B free; make room or choose another disk."
             )
 
-    # --- The last step ---------------------------------------------------------------------------
+    # --- the last step ---------------------------------------------------------------------------
 
     def _join(self, split: str, records: Records) -> Split:
-        """The shards of all tasks as one split, and where its documents start."""
+        """One split from the shards of all tasks; writes the file of its documents' starts."""
         of_tasks = [records[number]["splits"][split] for number in range(len(self.recipe.tasks))]
         shards = [Shard(**shard) for of_task in of_tasks for shard in of_task["shards"]]
         num_tokens = np.cumsum([0, *(of_task["num_tokens"] for of_task in of_tasks)]).astype("<u8")
 
-        found = zip(self._read_starts(split, records), num_tokens, strict=False)
-        starts = np.concatenate([each[:, 0] + first for each, first in found])
+        # A task counts its tokens from 0; `num_tokens` are the tokens of the tasks before.
+        pairs = zip(self._read_starts(split, records), num_tokens, strict=False)
+        starts = np.concatenate([of_task[:, 0] + first for of_task, first in pairs])
         documents, file = None, f"{split}_documents.bin"
         if len(starts):
             data = starts.astype("<u8").tobytes()
@@ -451,7 +454,7 @@ class Preparation:
         )
 
     def _read_starts(self, split: str, records: Records) -> Iterator[np.ndarray]:
-        """Of each task, place and hash of the documents that start there."""
+        """The `starts` of each task, in order; see `write_task`."""
 
         def read(number: int) -> np.ndarray:
             if not records[number]["splits"][split]["num_starts"]:
@@ -464,13 +467,14 @@ class Preparation:
             yield from pool.map(read, range(len(self.recipe.tasks)))
 
     def _repeated(self, records: Records) -> int:
-        """How many documents of `val` are in `train` too, by their hashes."""
-        held_out = np.concatenate([found[:, 1] for found in self._read_starts("val", records)])
+        """Number of documents of `val` that are in `train` too, by their hashes."""
+        held_out = np.concatenate([starts[:, 1] for starts in self._read_starts("val", records)])
         hashes, counts = np.unique(held_out[held_out > 0], return_counts=True)
         is_repeated = np.zeros(len(hashes), bool)
-        for found in self._read_starts("train", records) if len(hashes) else ():
-            places = np.searchsorted(hashes, found[:, 1]) % len(hashes)
-            is_repeated[places[hashes[places] == found[:, 1]]] = True
+        for starts in self._read_starts("train", records) if len(hashes) else ():
+            # The index of each hash of `train` in the sorted ones of `val`, if it is there.
+            indices = np.searchsorted(hashes, starts[:, 1]) % len(hashes)
+            is_repeated[indices[hashes[indices] == starts[:, 1]]] = True
         return int(counts[is_repeated].sum())
 
     def _check_splits(self, splits: Mapping[str, Split]) -> None:
@@ -485,7 +489,7 @@ class Preparation:
                 )
 
     def _discard(self) -> None:
-        """Remove everything."""
+        """Remove all files of the preparation, and the directory if it is empty then."""
         for name in filter(_OURS.fullmatch, _names(self.out)):
             _delete(self.out / name)
         self._clean(_names(self.out))
@@ -493,10 +497,10 @@ class Preparation:
             os.rmdir(self.out)
 
     def _clean(self, names: set[str]) -> None:
-        """Remove what only an unfinished preparation needs."""
+        """Remove the files that only an unfinished preparation needs."""
         if not names & {_TASKS, PLAN}:
             return
-        # Files that a killed process was writing. Later ones are those of jobs that plan windows.
+        # Temporary files of killed processes; in a bucket there are none.
         for name in () if is_remote(self.out) else filter(_TEMPORARY.fullmatch, names):
             _delete(self.out / name)
         _delete_all(self.out / _TASKS)
@@ -504,12 +508,12 @@ class Preparation:
 
 
 def _shards(record: dict[str, Any]) -> set[str]:
-    """Names of the files that a task has written."""
+    """Names of the shards in a task's record."""
     return {shard["file"] for split in record["splits"].values() for shard in split["shards"]}
 
 
 def _is_plan(text: str | None) -> bool:
-    """Whether a file plan.json is one of ours; the name is a usual one."""
+    """Whether the text of a `plan.json` is ours; other programs write files of this name too."""
     try:
         fields = parse_json(text or "null")
     except ValueError:
@@ -518,7 +522,7 @@ def _is_plan(text: str | None) -> bool:
 
 
 def _names(directory: epath.Path) -> set[str]:
-    """Names in a directory; none if there is no such directory."""
+    """Names in a directory; an empty set if there is no such directory."""
     with reporting(directory):
         try:
             return {path.name for path in directory.iterdir()}
@@ -532,7 +536,7 @@ def _delete(path: epath.Path) -> None:
 
 
 def _delete_all(directory: epath.Path) -> None:
-    """Delete a directory, even if others are at it too."""
+    """Delete a directory; other processes may be deleting it at the same time."""
     with contextlib.suppress(OSError), reporting(directory):
         directory.rmtree()
 

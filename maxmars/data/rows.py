@@ -1,7 +1,9 @@
-"""The documents in a file of many: lines of JSON, JSON, CSV, Parquet, Arrow, a text in parts.
+"""Documents in files of several: JSON Lines, JSON, CSV, Parquet, Arrow, a text with separators.
 
-`rows_of` gives them one after the other, in bounded memory. A row is read only when its text is
-asked for, so that a bad one can be left out and the next one read.
+`rows_of` yields the rows of a file in bounded memory, whatever the size of the file. A row is
+parsed only when its text is requested (`Row.text`), so that a bad row can be left out and the next
+one read. Every row knows two positions: `offset` is part of the name of the document, which decides
+its split; `describe` is for people, and costs a second pass over the file for the lines of a range.
 """
 
 from __future__ import annotations
@@ -27,8 +29,8 @@ from maxmars.config.errors import about, needs_extra
 from maxmars.distributed.files import is_remote
 
 BLOCK_BYTES = 1 << 20
-_MAX_ROW_BYTES = 1 << 26  # what is longer would not fit into the memory of some worker
-_TABLE_ROWS = 32  # of Parquet that are in memory at once, beside the page that they are in
+_MAX_ROW_BYTES = 1 << 26  # a longer row might not fit into the memory of a worker
+_TABLE_ROWS = 32  # of Parquet in memory at once, beside their page
 _FIRST_BAD = 3
 _TOO_LONG = (
     f"it is longer than {_MAX_ROW_BYTES / 1e6:.0f} MB; make it several documents, or a .txt file "
@@ -45,27 +47,27 @@ KINDS = (*TEXT, *LINES, *JSON, *DELIMITED, *TABLES)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A document of a file, not yet read."""
+    """A document of a file, not yet parsed."""
 
-    place: int
-    """Names the document: the byte of its line in the file, or its number, from 0."""
-    where: Callable[[], str]
-    """Says it to people: line 12."""
-    read: Callable[[], str]
-    """The text; raises ValueError where the row is bad."""
+    offset: int
+    """Bytes of the file, or rows, before this one; part of the document's name."""
+    describe: Callable[[], str]
+    """The position for people, like "line 12"."""
+    text: Callable[[], str]
+    """The text of the row; raises ValueError if the row is bad."""
 
 
 OnBad = Callable[[ValueError], None]
-"""Is called with the error of a bad row; may raise it, or return to leave the row out."""
+"""Gets the error of a bad row; raises the error, or returns to leave the row out."""
 
 
 @dataclass(frozen=True)
 class Skipped:
-    """Lines and rows that were left out because they have no text."""
+    """Count of bad lines and rows that were left out."""
 
     count: int = 0
     first: tuple[str, ...] = ()
-    """Where the first ones are, and why they are bad."""
+    """Positions and errors of the first ones."""
 
     def __add__(self, other: Skipped) -> Skipped:
         return Skipped(self.count + other.count, (*self.first, *other.first)[:_FIRST_BAD])
@@ -74,24 +76,21 @@ class Skipped:
         more = ", ..." * (self.count > len(self.first))
         return f"{self.count:,} bad lines or rows ({'; '.join(self.first)}{more})"
 
-    def refuse_over(self, most: int) -> None:
-        """See that there are not more than the user allows.
-
-        Raises:
-          ValueError: there are.
-        """
-        if self.count > most:
+    def check_limit(self, limit: int) -> None:
+        """Raise ValueError if more rows are bad than the user allows."""
+        if self.count > limit:
             raise ValueError(
-                f"{self} are more than --skip-bad {most:,} leaves out; correct them or give a "
+                f"{self} are more than --skip-bad {limit:,} leaves out; correct them or give a "
                 "larger number."
             )
 
 
 def kind_of(path: str) -> tuple[str, str]:
-    """The ending that says what a file holds, and that of its compression or "".
+    """The file name's ending without compression, and the ending of the compression or "".
 
     Raises:
-      ValueError: it is none that is read.
+      ValueError: no file of this ending can be read.
+      ImportError: the ending needs the extra `hf`.
     """
     stem, kind = os.path.splitext(path.lower())
     compression = kind if kind in COMPRESSIONS else ""
@@ -109,17 +108,17 @@ def kind_of(path: str) -> tuple[str, str]:
 
 
 def texts_of(rows: Iterable[Row], name: str, on_bad: OnBad | None) -> Iterator[tuple[int, str]]:
-    """The place and the text of each row of a file; `on_bad` as in `Corpus.read`."""
+    """The offset and the text of each row of a file; `on_bad` as in `Corpus.read`."""
     for row in rows:
         try:
-            text = row.read()
+            text = row.text()
         except ValueError as error:
-            error.add_note(f"{name}, {row.where()}")
+            error.add_note(f"{name}, {row.describe()}")
             if on_bad is None:
                 raise
             on_bad(error)
         else:
-            yield row.place, text
+            yield row.offset, text
 
 
 def rows_of(
@@ -133,12 +132,12 @@ def rows_of(
     """The documents of a file.
 
     Args:
-      open_file: opens it at its first byte.
-      path: its name says what it is.
-      bounds: of so many bytes, or groups of rows of Parquet, the first that is wanted, and the
-        first after them; None wants all.
-      field: where the text is in a row. A dot leads into a field: `document.text`.
-      separator: what ends a document in a text.
+      open_file: opens the file at its first byte.
+      path: its ending is the kind of the file.
+      bounds: from the number of bytes, or of Parquet's row groups, to the first of the range and
+        the first after it; None reads all. See `FileRange.of`.
+      field: the field of a row with the text. A dot leads into a field: `document.text`.
+      separator: text between the documents of a `.txt`.
 
     Raises:
       ValueError: the file is damaged, or lacks the field.
@@ -154,27 +153,28 @@ def rows_of(
             start, end = bounds(size)
             if start:
                 mark = separator if kind in TEXT else b"\n"
+                # A record is of the range that has its first byte, also if it ends beyond.
                 start = _first_after(raw, mark, start - len(mark), size)
             raw.seek(start)
         with decompressed(raw, compression) as file:
             if kind in DELIMITED:
                 yield from _delimited_rows(file, field)
             elif kind in TEXT:
-                for place, record in _records(file, separator, start, end):
-                    yield Row(place, partial("byte {:,}".format, place), partial(_text, record))
-            elif kind in JSON and not _begins_with_a_line_of_json(file):
+                for offset, record in _records(file, separator, start, end):
+                    yield Row(offset, partial("byte {:,}".format, offset), partial(_text, record))
+            elif kind in JSON and not _is_json_lines(file):
                 yield from _json_rows(file, field)
             else:
 
-                @cache
+                @cache  # the file is read up to `start` for this, once, and only for a bad row
                 def lines_before() -> int:
                     with open_file() as again:
                         return _count_lines(again, start)
 
-                for number, (place, record) in enumerate(_records(file, b"\n", start, end), 1):
+                for number, (offset, record) in enumerate(_records(file, b"\n", start, end), 1):
                     if record.strip():
-                        where = partial(_line, number, lines_before)
-                        yield Row(place, where, partial(_text_of_line, record, field))
+                        describe = partial(_line, number, lines_before)
+                        yield Row(offset, describe, partial(_text_of_line, record, field))
 
 
 def _line(number: int, lines_before: Callable[[], int]) -> str:
@@ -183,7 +183,7 @@ def _line(number: int, lines_before: Callable[[], int]) -> str:
 
 @contextlib.contextmanager
 def reading(path: str) -> Generator[None]:
-    """Name the file in errors, and say of what decompressors and readers raise what it means."""
+    """Name the file in errors; raise ValueError for those of decompressors and parsers."""
     with about(path):
         try:
             yield
@@ -200,7 +200,7 @@ def reading(path: str) -> Generator[None]:
 
 
 def decompressed(raw: io.BufferedReader, compression: str) -> io.BufferedReader:
-    """The bytes that a file had before it was compressed; `compression` is its ending, or ""."""
+    """The decompressed bytes of a file; `compression` is the ending of its name, or ""."""
     if not compression:
         return raw
     if compression == ".zst":
@@ -217,56 +217,61 @@ def decompressed(raw: io.BufferedReader, compression: str) -> io.BufferedReader:
 
 
 def _first_after(file: io.BufferedReader, mark: bytes, position: int, end: int) -> int:
-    """The end of the first mark from `position` on; `end` if it does not lie before that."""
+    """The byte after the first mark from `position` on, or `end` if there is none before it."""
     position = max(position, 0)
     file.seek(position)
     before = b""
     while position < end and (block := file.read(BLOCK_BYTES)):
         before += block
         position += len(block)
-        at = before.find(mark)
-        if at >= 0:
-            return min(position - len(before) + at + len(mark), end)
+        index = before.find(mark)
+        if index >= 0:
+            return min(position - len(before) + index + len(mark), end)
         before = before[max(len(before) - len(mark) + 1, 0) :]
     return end
 
 
 def _records(
-    file: io.BufferedReader, separator: bytes, place: int, end: int | None
+    file: io.BufferedReader, separator: bytes, offset: int, end: int | None
 ) -> Iterator[tuple[int, bytes]]:
-    """What lies between separators, with the place of its first byte, which is before `end`.
+    """The records that begin before `end`, each with the offset of its first byte.
 
-    Of a record that is longer than a row may be, so much comes that one sees it.
+    A record over the size limit is cut just past it, so that `_decode` refuses the record.
     """
-    rest, dropped = b"", 0
-    while end is None or place < end:
-        # As much as is waiting, so that a long record is not copied again and again.
+    rest, dropped = b"", 0  # the record that has no end yet, and its bytes that were dropped
+    while end is None or offset < end:
+        # Blocks grow with the rest: a long record is copied once for each doubling, not each block.
         block = file.read(max(BLOCK_BYTES, len(rest)))
         if not block:
             break
         *records, rest = (rest + block).split(separator)
         for record in records:
-            if end is not None and place >= end:
+            if end is not None and offset >= end:
                 return
-            yield place, record
-            place, dropped = place + len(record) + dropped + len(separator), 0
+            yield offset, record
+            offset, dropped = offset + len(record) + dropped + len(separator), 0
         if len(rest) > _MAX_ROW_BYTES:
-            kept = rest[: _MAX_ROW_BYTES + 1] + rest[len(rest) - len(separator) + 1 :]
-            dropped, rest = dropped + len(rest) - len(kept), kept
-    if rest and (end is None or place < end):
-        yield place, rest
+            # The last bytes stay: they may be the first half of a separator.
+            cut = rest[: _MAX_ROW_BYTES + 1] + rest[len(rest) - len(separator) + 1 :]
+            dropped, rest = dropped + len(rest) - len(cut), cut
+    if rest and (end is None or offset < end):
+        yield offset, rest
 
 
-def _checked(record: bytes) -> str:
-    """The characters of a record; a byte-order mark at its start is none of them."""
+def _decode(record: bytes) -> str:
+    """The characters of a record, without a byte-order mark at its start.
+
+    Raises:
+      ValueError: the record is not UTF-8, or longer than the limit.
+    """
     if len(record) > _MAX_ROW_BYTES:
         raise ValueError(_TOO_LONG)
     return record.removeprefix(codecs.BOM_UTF8).decode()
 
 
 def _text(record: bytes) -> str:
-    """The text of a record between separators, which may stand on lines of their own."""
-    return _checked(record).strip("\r\n")
+    """The text of a record, without line breaks at its ends: a separator may be a line."""
+    return _decode(record).strip("\r\n")
 
 
 def _count_lines(file: io.BufferedReader, end: int) -> int:
@@ -281,23 +286,27 @@ def _count_lines(file: io.BufferedReader, end: int) -> int:
 
 def _text_of_line(record: bytes, field: str) -> str:
     try:
-        row = json.loads(_checked(record))
+        row = json.loads(_decode(record))
     except RecursionError as error:
         raise ValueError(_TOO_DEEP) from error
     return text_in(row, field)
 
 
-def _begins_with_a_line_of_json(file: io.BufferedReader) -> bool:
-    """Whether a .json file is one of lines, as many are, and no array or single object."""
+def _is_json_lines(file: io.BufferedReader) -> bool:
+    """Whether a .json file is JSON Lines in fact, as many are, and no array or single object."""
     line, newline, _ = file.peek(BLOCK_BYTES).lstrip(_JSON_SPACE.encode()).partition(b"\n")
     try:
-        return isinstance(json.loads(_checked(line)), dict)
+        return isinstance(json.loads(_decode(line)), dict)
     except (ValueError, RecursionError):
         return line.startswith(b"{") and not newline  # one long line
 
 
 def _json_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
-    """The elements of an array, or values that follow each other."""
+    """The elements of an array, or values one after another, parsed block by block.
+
+    A block may end inside of a value. So a value counts only once more text follows it, or the file
+    has ended; until then its text waits for the next block.
+    """
     decoder, number, is_array = json.JSONDecoder(), 0, False
     with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
         waiting = text.read(BLOCK_BYTES).lstrip(_JSON_SPACE)
@@ -322,10 +331,10 @@ def _json_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
                         value, after = None, len(waiting)
                     if after - position > _MAX_ROW_BYTES:
                         raise ValueError(_TOO_LONG)
-                if after == len(waiting) and block:  # whose end may be in the next block
+                if after == len(waiting) and block:  # `1` may go on as `12` in the next block
                     break
-                read = partial(text_in, value, field)
-                yield Row(number, partial("element {:,}".format, number), read)
+                text_of = partial(text_in, value, field)
+                yield Row(number, partial("element {:,}".format, number), text_of)
                 position, number = after, number + 1
             waiting = waiting[position:]
             if is_array and waiting.startswith("]"):
@@ -342,7 +351,7 @@ def _json_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
 
 
 def _delimited_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
-    """The rows of a table of which the first row names the columns."""
+    """The rows of a CSV file; the first one names the columns."""
     csv.field_size_limit(_MAX_ROW_BYTES)
     with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         first = text.readline()
@@ -353,7 +362,7 @@ def _delimited_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
             raise ValueError(f"it {no_field(field, names)}")
         column, number = names.index(field), 0
 
-        def read(cells: list[str] | csv.Error) -> str:
+        def text_of(cells: list[str] | csv.Error) -> str:
             if isinstance(cells, csv.Error):
                 raise ValueError(str(cells)) from cells
             if len(cells) != len(names):
@@ -365,15 +374,15 @@ def _delimited_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                if "field limit" in str(error):  # where the row ends is not known then
+                if "field limit" in str(error):  # the end of the row is unknown: none can follow
                     error.add_note(f"line {reader.line_num:,}")
                     raise ValueError(_TOO_LONG) from error
                 cells = error
             if cells is None:
                 return
             if cells:
-                where = partial("line {:,}".format, reader.line_num)
-                yield Row(number, where, partial(read, cells))
+                describe = partial("line {:,}".format, reader.line_num)
+                yield Row(number, describe, partial(text_of, cells))
                 number += 1
 
 
@@ -410,11 +419,11 @@ def _table_rows(
         if top not in names:
             raise ValueError(f"it {no_field(field, names)}")
         for batch in batches:
-            if top not in batch.schema.names:  # no such field within it
+            if top not in batch.schema.names:  # Parquet's schema has `top`, but not `field` in it
                 raise ValueError(f"it {no_field(field, names)}")
             for value in batch.column(top):
-                read = partial(_text_of_cell, value, top, field)
-                yield Row(row, partial("row {:,}".format, row), read)
+                text_of = partial(_text_of_cell, value, top, field)
+                yield Row(row, partial("row {:,}".format, row), text_of)
                 row += 1
 
 
@@ -426,10 +435,10 @@ def _text_of_cell(value: Any, top: str, field: str) -> str:
 
 
 def text_in(row: Any, field: str) -> str:
-    """The text in a field of a row, or in a row that is itself a text; None is an empty text.
+    """The text in a field of a row, or the row itself if it is a text; None counts as "".
 
     Raises:
-      ValueError: there is no such field, or no text in it.
+      ValueError: the row lacks the field, or the field has no text.
     """
     if isinstance(row, str):
         return row
@@ -454,6 +463,6 @@ def text_in(row: Any, field: str) -> str:
 
 
 def no_field(field: str, fields: Iterable[str]) -> str:
-    """What to say of a row without the field that has the text."""
+    """Words of an error for a row without the text's field."""
     names = ", ".join(fields) or "none"
     return f"has no field {field!r}; name the one with the text by --text-field. It has {names}."

@@ -1,9 +1,9 @@
 """The order of training and validation examples, as Grain datasets of numbers of windows.
 
-Every dataset here is a pure function of (seed, example index), in constant time: nothing is counted
-up, so that a run may begin anywhere, and any process may read any row. An example stays a number
-until those of a whole batch are read at once. The windows of a mixture's parts are numbered one
-part after the other.
+Every dataset here is a pure function of (seed, example index), computed in constant time without
+any state. So a run may begin anywhere, and any process may read any row. An example is only a
+number until `process_batches` reads all rows of a batch at once. The windows of a mixture are
+numbered one part after the other.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ ENDLESS = 1 << 60
 
 
 class Interleaving:
-    """Which part of a mixture each example comes from, in proportion to the weights.
+    """The part of a mixture that each example comes from, in proportion to the weights.
 
-    The first part is given example i when the rounded count `floor(i w / W + 1/2)` grows there; the
-    parts after it share the rest by the same rule. So the first n examples hold `n w_k / W` of part
-    k to within (K - 1) / 2 (K: number of parts), and any n in a row to within K - 1. Weights are
-    taken as the decimal numbers that they are written as, and the arithmetic is exact.
+    Example i is of the first part if the rounded count `floor(i w / W + 1/2)` grows from i to i + 1
+    (w: weight of the part, W: sum of the weights); the other parts share the rest by the same rule.
+    So the first n examples hold `n w_k / W` of part k to within (K - 1) / 2 (K: number of parts),
+    and any n in a row to within K - 1. The arithmetic is exact: a weight counts as the decimal
+    number that the config shows, not as its binary float.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        """Weights are not negative, and one is positive; only their ratios count."""
+        """Only the ratios of the weights count; none is negative, and one is positive."""
         exact = [Fraction(str(weight)) for weight in weights]
-        # Where the last parts have no weight, the one before them has taken all examples.
+        # `or 1` where all parts from k on have weight 0: the parts before k take every example.
         shares = [w / (sum(exact[k:]) or 1) for k, w in enumerate(exact[:-1])]
         self._shares = [(share.numerator, share.denominator) for share in shares]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The part of example `index`, and how many examples before it are of the same part."""
+        """The part of example `index`, and the number of earlier examples of the same part."""
         for part, (numerator, denominator) in enumerate(self._shares):
             count = _rounded(index, numerator, denominator)
             if _rounded(index + 1, numerator, denominator) > count:
@@ -54,7 +55,7 @@ class Interleaving:
         return len(self._shares), index
 
     def counts(self, num_examples: int) -> list[int]:
-        """How many of the first examples are of each part."""
+        """Number of examples of each part among the first `num_examples`."""
         counts = []
         for numerator, denominator in self._shares:
             counts.append(_rounded(num_examples, numerator, denominator))
@@ -67,20 +68,20 @@ def _rounded(number: int, numerator: int, denominator: int) -> int:
 
 
 ReadWindows = Callable[[np.ndarray], Batch]
-"""The arrays of windows by their numbers; see `DataSplit.read`."""
+"""From the numbers of windows to their arrays; see `DataSplit.read`."""
 
 WeightChange = tuple[int, Sequence[float]]
-"""The first example with other weights of a mixture, and these weights."""
+"""The example from which a mixture has new weights, and these weights."""
 
 
 class WeightedInterleave(grain.transforms.DatasetSelectionMap):
-    """A mixture: part and position there of each example, exactly in proportion to the weights.
+    """A mixture: from an example to its part, and its position in that part.
 
-    From each of `changes` on, the examples are interleaved anew, and every part goes on with the
+    At each change of weights the interleaving begins anew, and every part continues with the
     example after its last one.
 
-    Why not `MapDataset.mix`: it makes whole numbers of the weights, of which the smallest is 100,
-    so that 0.7 : 0.3 becomes 233 : 100.
+    Why not `MapDataset.mix`: it scales the weights so that the smallest is 100, and rounds them, so
+    that 0.7 : 0.3 becomes 233 : 100.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class WeightedInterleave(grain.transforms.DatasetSelectionMap):
         changes: Sequence[WeightChange] = (),
         num_examples: int = ENDLESS,
     ) -> None:
-        """See `Interleaving` for the weights; the changes are in the order of their examples."""
+        """Weights as in `Interleaving`; `changes` in the order of their examples."""
         self._num_examples = num_examples
         self._begins = [0]
         self._stages = [Interleaving(weights)]
@@ -113,10 +114,10 @@ class WeightedInterleave(grain.transforms.DatasetSelectionMap):
 
 
 class IndexRange(grain.MapDataset[int]):
-    """The numbers of a range in order; after the last one, they begin anew.
+    """The numbers of a range in order; after the last, they begin again.
 
-    Why not `MapDataset.range`: it takes 1.6 us more of the 10 us of an example, which is a tenth of
-    the time that windows of 128 tokens take.
+    Why not `MapDataset.range`: it takes 1.6 us more per example, where reading a window of 128
+    tokens takes 10 us in all.
     """
 
     def __init__(self, numbers: range) -> None:
@@ -133,11 +134,11 @@ class IndexRange(grain.MapDataset[int]):
 
 
 class RandomIndices(grain.MapDataset[int]):
-    """Endless numbers of a range, each drawn uniformly and with replacement.
+    """Endless draws from a range, uniform and with replacement.
 
-    A draw is the first 64 bits of Philox4x64 with key `seed` and the index as counter, scaled to
-    the range. NumPy guarantees that stream of bits, and 64 bits make the bias of the scaling less
-    than one in 10^9 for up to 10^10 numbers.
+    A draw scales the first 64 bits of Philox4x64 (key: `seed`, counter: index) to the range. NumPy
+    guarantees these bits in every version. The scaling is biased by less than one in 10^9 for up to
+    10^10 numbers.
     """
 
     def __init__(self, numbers: range, seed: int) -> None:
@@ -164,21 +165,20 @@ def training_numbers(
 ) -> grain.MapDataset[int]:
     """The number of the window of each example of training, without end.
 
-    Of one part, unless `order` is `random_windows`, every run of `sizes[0]` examples from a
-    multiple of it is one epoch: each window once. Each part of a mixture goes through epochs of its
-    own, in orders of its own.
+    An epoch, except with `random_windows`, is N examples that hold each of a part's N windows once.
+    Each part of a mixture has epochs of its own, each in another order.
 
     Args:
       sizes: number of windows of each part.
       weights: of each part; see `Interleaving`.
-      seed: of the orders.
-      order: `random_windows` takes for granted that a window begins at every token.
+      seed: of the shuffling, or of the random windows.
+      order: with `random_windows` the caller numbers a window at every token.
       changes: of the weights; see `WeightedInterleave`.
     """
     if len(sizes) == 1:
-        return _in_order(range(sizes[0]), seed, order)
+        return _epochs(range(sizes[0]), seed, order)
     seeds = [_seed_of_part(seed, part) for part in range(len(sizes))]
-    parts = [_in_order(*pair, order) for pair in zip(_ranges(sizes), seeds, strict=True)]
+    parts = [_epochs(*pair, order) for pair in zip(_ranges(sizes), seeds, strict=True)]
     return grain.MapDataset.select_from_datasets(parts, WeightedInterleave(weights, changes))
 
 
@@ -186,7 +186,7 @@ def _ranges(sizes: Sequence[int]) -> list[range]:
     return [range(*pair) for pair in itertools.pairwise([0, *itertools.accumulate(sizes)])]
 
 
-def _in_order(numbers: range, seed: int, order: Order) -> grain.MapDataset[int]:
+def _epochs(numbers: range, seed: int, order: Order) -> grain.MapDataset[int]:
     if order == "random_windows":
         return RandomIndices(numbers, seed)
     if order == "sequential":
@@ -223,11 +223,11 @@ def validation_numbers(sizes: Sequence[int], weights: Sequence[float]) -> grain.
 
 
 class RowsOfProcess(grain.MapDataset[int]):
-    """Of each step the examples that one process holds, step after step.
+    """The examples that one process holds of each step, step after step.
 
-    Why not `grain.experimental.ElasticIterator`, which deals process p of n the rows p, p + n, ...:
-    which rows a process needs is up to the mesh, and where the batch axes do not split over
-    processes (`tensor` across hosts) several need the same.
+    Why not `grain.experimental.ElasticIterator`, which gives process p of n the rows p, p + n, ...:
+    the mesh decides which rows a process needs, and with `tensor` across hosts several processes
+    need the same rows.
     """
 
     def __init__(
@@ -258,14 +258,14 @@ def process_batches(
     """The rows of each step that one process holds, read at once.
 
     Args:
-      examples: the number of the window of each; see `training_numbers`.
-      read: of the windows.
+      examples: the number of each example's window; see `training_numbers`.
+      read: reads windows.
       rows: row numbers in the global batch (see `sharding.local_rows`).
       batch_size: rows of the global batch.
       start: index of the example in row 0 of the first step.
 
     Returns:
-      The batches by step, whose arrays are [microbatches, rows, length + 1].
+      The batches by step, with arrays [microbatches, rows, length + 1].
     """
     of_process = RowsOfProcess(examples, rows.ravel().tolist(), batch_size, start)
     # Not batch(batch_fn=read): to a ValueError of that, Grain adds a hint about `filter`.

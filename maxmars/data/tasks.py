@@ -1,7 +1,8 @@
 """One task of a preparation: fixed ranges of files, tokenised into shards of its own.
 
-The corpus alone decides what the tasks are, and a task always writes the same bytes. So tasks may
-run in any order, on any machine, and twice.
+The tasks follow from the corpus and `task_bytes` alone, and a task always writes the same bytes. So
+tasks may run in any order, on any machine, and twice. A document's split follows from its name, or
+for a file that is one document from the position in it; so no task needs to know of another.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ _TASKS_WANTED = 256
 _TASK_BYTES = (8_000_000, 256_000_000)
 _PIECE_CHARACTERS = 1 << 19
 _SAMPLED_CHARACTERS, _SAMPLED_FILES = 1 << 17, 3
-_MOST_LOST = 0.01
+_MAX_LOST = 0.01
 
 
 @dataclass(frozen=True)
 class Task:
-    """What becomes shards of its own."""
+    """Ranges of files that become shards of their own."""
 
     corpus: Corpus
     held_out: float
@@ -57,7 +58,7 @@ class Task:
 
     @property
     def num_bytes(self) -> int | None:
-        """Of text, about; None where nobody knows."""
+        """Estimated size of the text; None if unknown."""
         sizes = [self.corpus.files[part.file].num_bytes for part in self.ranges]
         shares = (part.end - part.start for part in self.ranges)
         known = [
@@ -67,7 +68,7 @@ class Task:
 
     @property
     def cut(self) -> float:
-        """The share of a file that is one document from which on it is for validation."""
+        """The fraction of a file that is one document at which the held-out end begins."""
         return 1 - self.held_out
 
 
@@ -76,8 +77,8 @@ def divide(corpus: Corpus, *, task_bytes: int | None, held_out: float) -> list[T
 
     Args:
       corpus: the documents; none is read.
-      task_bytes: text of a task, about; None chooses by the size of the corpus.
-      held_out: how much is for validation, in [0, 1].
+      task_bytes: approximate text of a task; None chooses by the size of the corpus.
+      held_out: share for validation, in [0, 1].
     """
     if task_bytes is None:
         total = sum(file.num_bytes or 0 for file in corpus.files)
@@ -101,14 +102,16 @@ def divide(corpus: Corpus, *, task_bytes: int | None, held_out: float) -> list[T
 
 
 def _ranges_of(corpus: Corpus, number: int, task_bytes: int, cut: float) -> Iterator[FileRange]:
-    """A file, in equal ranges of at most a task if it is divisible; then no range has text of both
-    splits."""
+    """The ranges of a file: equal ones of a task at most if it is divisible, else the whole file.
+
+    A file that is one document is divided at `cut` first, so that no range has text of both splits.
+    """
     file = corpus.files[number]
     if not file.is_divisible:
         yield FileRange(number)
         return
-    places = [0.0, cut, 1.0] if file.is_document and 0 < cut < 1 else [0.0, 1.0]
-    for low, high in itertools.pairwise(places):
+    edges = [0.0, cut, 1.0] if file.is_document and 0 < cut < 1 else [0.0, 1.0]
+    for low, high in itertools.pairwise(edges):
         count = max(math.ceil((file.num_bytes or 0) * (high - low) / task_bytes), 1)
         for start, end in itertools.pairwise(np.linspace(low, high, count + 1).tolist()):
             yield FileRange(number, start, end)
@@ -121,8 +124,10 @@ def split_of(name: str, held_out: float) -> str:
 
 
 def _by_split(task: Task, part: FileRange, document: Document) -> list[tuple[str, Document]]:
-    """What a range has of a document, with its split. A document that is a file has its end held
-    out, any other is held out whole."""
+    """A document that a range has read, with its split; or two, if the split changes within it.
+
+    A document that is a file has its end held out, any other document is held out whole.
+    """
     cut = task.cut
     if not task.corpus.files[part.file].is_document:
         return [(split_of(document.name, task.held_out), document)]
@@ -133,10 +138,10 @@ def _by_split(task: Task, part: FileRange, document: Document) -> list[tuple[str
 
 
 def _head_and_tail(document: Document, cut: float) -> list[tuple[str, Document]]:
-    """Two documents, the text before a share of it and the text after, with the split of each."""
+    """The text before the fraction `cut` and the text after it as documents, with their splits."""
     data = "".join(document.blocks).encode("utf-8", "replace")
-    _, place = bounds_in_text(io.BytesIO(data), len(data), FileRange(0, 0.0, cut))
-    texts = data[:place].decode(), data[place:].decode()
+    _, cut_byte = bounds_in_text(io.BytesIO(data), len(data), FileRange(0, 0.0, cut))
+    texts = data[:cut_byte].decode(), data[cut_byte:].decode()
     return [
         (split, Document(document.name, (text,))) for split, text in zip(SPLITS, texts, strict=True)
     ]
@@ -144,7 +149,7 @@ def _head_and_tail(document: Document, cut: float) -> list[tuple[str, Document]]
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How to make a directory of tokens.
+    """The arguments that decide the bytes of a directory of tokens.
 
     Raises:
       ValueError: an argument lies outside its range.
@@ -153,21 +158,21 @@ class Recipe:
     corpus: Corpus
     tokenizer: Tokenizer
     source: str
-    """Where the text is from, in words; recorded."""
+    """Origin of the text, in words; recorded."""
     validation_fraction: float = 0.1
     """Share for validation, in [0, 1): the end of each file that is one document, and of other
     documents those that a hash of their names says. Where it is not 0, both splits get something of
     two documents or of one of several lines."""
     validation: Corpus | None = None
-    """Documents that are all for validation, with a `validation_fraction` of 0."""
+    """Documents that are all for validation; then `validation_fraction` must be 0."""
     shard_tokens: int = SHARD_TOKENS
-    """Tokens a file at most."""
+    """Maximum tokens of a shard."""
     task_bytes: int | None = None
-    """Text of a task, about; None chooses by the size of the corpus."""
+    """Approximate text of a task; None chooses by the size of the corpus."""
     allow_lossy: bool = False
     """Whether the tokenizer may lose more than 1 % of a sample of the text."""
     skip_bad: int = 0
-    """Lines and rows without a text that are left out, at most, of the whole corpus."""
+    """Maximum number of bad lines and rows, in the whole corpus, that are left out."""
     command: str | None = None
     """The command line, recorded."""
 
@@ -186,25 +191,27 @@ class Recipe:
 
     @functools.cached_property
     def tasks(self) -> list[Task]:
-        """The work; the number of a task is its place in this list."""
+        """All tasks; the number of a task is its index in this list."""
         tasks = divide(self.corpus, task_bytes=self.task_bytes, held_out=self.validation_fraction)
         if self.validation is not None:
             tasks += divide(self.validation, task_bytes=self.task_bytes, held_out=1.0)
         return tasks
 
     def check_loss(self) -> Loss | None:
-        """What the tokenizer loses of the beginnings of a few files; None where it loses nothing.
+        """Characters that the tokenizer loses in a sample of the text; None if it loses none.
+
+        The sample is the beginnings of the first, the middle and the last file.
 
         Raises:
-          ValueError: it is more than 1 %, which `allow_lossy` does not allow.
+          ValueError: more than 1 % is lost, and `allow_lossy` is False.
         """
         if not isinstance(self.tokenizer, JsonTokenizer) or not self.corpus.files:
-            return None  # else there is a token for each byte
-        leave_out: OnBad | None = (lambda error: None) if self.skip_bad else None
+            return None  # the other tokenizers have a token for each byte
+        skip_silently: OnBad | None = (lambda error: None) if self.skip_bad else None
         last, texts = len(self.corpus.files) - 1, list[str]()
         for file in sorted({last * i // (_SAMPLED_FILES - 1) for i in range(_SAMPLED_FILES)}):
             wanted = _SAMPLED_CHARACTERS // _SAMPLED_FILES
-            documents = self.corpus.read(FileRange(file), leave_out)
+            documents = self.corpus.read(FileRange(file), skip_silently)
             for text in (text for document in documents for text in document.blocks):
                 texts.append(text[:wanted])
                 wanted -= len(texts[-1])
@@ -212,9 +219,9 @@ class Recipe:
                     break
         try:
             loss = self.tokenizer.loss("".join(texts))
-        except Exception:  # the library's own; the task will name the document
+        except Exception:  # the library's own; `write_task` will raise it with the document's name
             return None
-        if loss.share > _MOST_LOST and not self.allow_lossy:
+        if loss.share > _MAX_LOST and not self.allow_lossy:
             raise ValueError(
                 f"the tokenizer cannot spell the text of {self.source}: {loss}. Train one with the "
                 "whole alphabet of bytes, choose another --tokenizer, or go on without what is "
@@ -234,9 +241,9 @@ class Fill:
 
     split: str
     number: int
-    """Of this document among those of the task, from 0."""
+    """Index of this document among the documents of the task."""
     is_only: bool
-    """Whether the corpus has no other document; then its end alone is held out."""
+    """Whether the corpus has no other document; then only its end is held out."""
 
 
 def write_task(
@@ -251,17 +258,17 @@ def write_task(
     """Write the shards of a task under temporary names, and rename them at the end.
 
     Args:
-      recipe: what to make.
+      recipe: the recipe of the whole directory.
       number: of the task.
       out: the directory of the shards.
-      check: called before any file gets its name; may raise.
-      report: called now and then with the bytes of text that have been tokenised since.
-      fill: which document goes to another split than the rule says; None says none.
+      check: called before any file gets its final name; may raise.
+      report: called now and then with the bytes of text tokenised since its last call.
+      fill: a document that goes to another split than the rule says.
 
     Returns:
-      `skipped`, and for each split `num_tokens`, `num_documents`
-      that end there, `shards`, and of each document that starts there (`starts`, an array of two
-      columns) its place in the tokens and a hash of its tokens, which is 0 of a part of one.
+      `skipped`, and for each split `num_tokens`, `num_documents` (documents that end in the task),
+      `shards`, and `starts`: an array of two columns with, for each document that starts in the
+      task, its first token and a hash of its tokens. The hash is 0 if the task has only a part.
 
     Raises:
       ValueError: a file of the corpus is damaged.
@@ -274,11 +281,12 @@ def write_task(
         if not recipe.skip_bad:
             raise error
         skipped += Skipped(1, (in_words(error),))
-        skipped.refuse_over(recipe.skip_bad)
+        skipped.check_limit(recipe.skip_bad)
 
     def add(document: Document, writer: _SplitWriter) -> None:
-        """Tokenise a document or a piece of one; one of white space alone is left out."""
+        """Tokenise a document or a part of one; a document of white space alone is left out."""
         is_whole, sha = document.first and document.last, hashlib.blake2b(digest_size=8)
+        # Of a part, a later part may have text: it is never left out, and begins at once.
         has_begun, is_start = not is_whole, document.first
         if document.first and not is_whole:
             writer.starts.append((writer.num_tokens, 0))
@@ -311,9 +319,9 @@ def write_task(
             for split in SPLITS
         }
         for part in task.ranges:
-            for read in task.corpus.read(part, on_bad):
-                # One that fills a split is read twice.
-                document = replace(read, blocks=("".join(read.blocks),)) if fill else read
+            for document in task.corpus.read(part, on_bad):
+                if fill:  # `_head_and_tail` reads a document again, and blocks are an iterator
+                    document = replace(document, blocks=("".join(document.blocks),))
                 by_split = _by_split(task, part, document)
                 split, first = by_split[0]
                 is_whole = first.first and first.last
@@ -322,8 +330,8 @@ def write_task(
                     by_split = [(fill.split, document)]
                     if fill.is_only:
                         by_split = _head_and_tail(document, task.cut)
-                for split, of_split in by_split:
-                    add(of_split, writers[split])
+                for split, piece in by_split:
+                    add(piece, writers[split])
         for writer in writers.values():
             writer.complete_shard()
         check()
@@ -336,11 +344,12 @@ def _encoded(text: str, tokenizer: Tokenizer, document: str, *, is_start: bool) 
     try:
         if is_start:
             return tokenizer.encode(text)
-        # Some tokenizers begin every text with a blank. What comes after a line break has none.
+        # Some tokenizers add a blank at the start of every text, which a later piece must not get.
+        # After a line break there is none: so one is encoded in front, and its tokens are cut off.
         line_break, tokens = tokenizer.encode("\n"), tokenizer.encode("\n" + text)
         begins = np.array_equal(tokens[: len(line_break)], line_break)
         return tokens[len(line_break) :] if begins else tokenizer.encode(text)
-    except Exception as error:  # tiktoken and tokenizers raise plain ones
+    except Exception as error:  # tiktoken and tokenizers raise no class of their own
         raise ValueError(
             f"{document} cannot be tokenised with {tokenizer.name} ({type(error).__name__}: "
             f"{error}); correct or remove that text, or choose another --tokenizer."
@@ -348,7 +357,7 @@ def _encoded(text: str, tokenizer: Tokenizer, document: str, *, is_start: bool) 
 
 
 def _unless_blank(pieces: Iterator[str]) -> Iterator[str]:
-    """The pieces of a text; none where all are white space."""
+    """The pieces of a text, or none if all are white space."""
     blank = []
     for piece in pieces:
         blank.append(piece)
@@ -358,13 +367,16 @@ def _unless_blank(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _pieces(blocks: Iterable[str]) -> Iterator[str]:
-    """The text in pieces of bounded length, cut after line breaks."""
+    """The text in pieces of bounded length, cut after line breaks.
+
+    The cuts do not depend on the sizes of the blocks, so neither do the tokens.
+    """
     waiting = ""
     for block in blocks:
         waiting += block
         while len(waiting) > 2 * _PIECE_CHARACTERS:
             end = waiting.find("\n", _PIECE_CHARACTERS, 2 * _PIECE_CHARACTERS) + 1
-            end = end or _PIECE_CHARACTERS  # a line without an end is cut between two characters
+            end = end or _PIECE_CHARACTERS  # a long line is cut between two characters
             yield waiting[:end]
             waiting = waiting[end:]
     if waiting:
@@ -372,7 +384,10 @@ def _pieces(blocks: Iterable[str]) -> Iterator[str]:
 
 
 class _SplitWriter:
-    """Writes what a task has for one split; a context that removes files without a final name."""
+    """Writes the shards of a task for one split; a context that removes files without a final name.
+
+    `starts` are pairs of a document's first token and the hash of its tokens.
+    """
 
     def __init__(self, directory: Path, name: str, dtype: str, shard_tokens: int) -> None:
         self._directory, self._name, self._shard_tokens = directory, name, shard_tokens
@@ -408,7 +423,7 @@ class _SplitWriter:
                 self.complete_shard()
 
     def name_shards(self, target: epath.Path) -> dict[str, Any]:
-        """Give all shards their names, and describe them."""
+        """Give all shards their final names; returns their description for the task's record."""
         for path, shard in self._shards.items():
             if not is_remote(target):
                 path.replace(target / shard.file)
@@ -431,11 +446,11 @@ class _SplitWriter:
         return self._file
 
     def complete_shard(self) -> None:
-        """Complete the shard that has been begun, if there is one."""
+        """Complete the open shard, if there is one."""
         if self._file is None:
             return
         self._file.flush()
-        os.fsync(self._file.fileno())  # a name that survives a power cut must not lack its bytes
+        os.fsync(self._file.fileno())  # else a power cut may leave the final name without the bytes
         self._file.close()
         suffix = f"_{len(self._shards)}" if self._shards else ""
         self._shards[Path(self._file.name)] = Shard(

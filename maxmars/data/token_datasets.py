@@ -1,7 +1,8 @@
 """Grain datasets whose elements are read from directories of tokens.
 
-A run finds them below the maps of a user's own data, and takes their tokenizer, their checksums and
-their digest from them.
+They differ from Grain's own in two ways: the elements of a batch are read at once, which a bucket
+needs, and the datasets carry tokenizer, files and digest of their tokens. A run finds them below
+the maps of a user's own data (`token_datasets`), and takes tokenizer, checksums and digest there.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from maxmars.data.token_files import TokenFile
 from maxmars.data.tokenizer import Tokenizer, Vocabulary, tokenizer_of_tokens
 
 Elements = Callable[[Int64[np.ndarray, " elements"]], Sequence[Any]]
-"""Reads the elements with these numbers, all at once."""
+"""From the numbers of elements to the elements, all read at once."""
 
 
 class TokenDataset(grain.MapDataset[Any]):
-    """Elements by number, of which those of a whole batch are read at once.
+    """Elements by number; all elements of a batch are read at once.
 
     Args:
-      numbers: the number of each element.
+      numbers: the number of each element, as `read` takes it.
       read: reads elements.
       vocabulary: what the ids of the tokens mean.
-      files: the files that they are read from, of every split.
-      digest: SHA-256, in hex, that tells the data from others.
+      files: the files of the directory, of every split.
+      digest: SHA-256 that identifies the data, in hex.
     """
 
     def __init__(
@@ -54,8 +55,8 @@ class TokenDataset(grain.MapDataset[Any]):
         return self._getitems([index])[0]
 
     def _getitems(self, indices: Sequence[int]) -> Sequence[Any]:
-        # By this name Grain's datasets ask for several elements at once; one from a bucket takes as
-        # long as a batch.
+        # Grain calls this method, if a dataset has it, for several elements at once. From a bucket,
+        # one element takes as long as a batch.
         return self._read(np.array([self._numbers[index] for index in indices]))
 
     @cached_property
@@ -69,15 +70,15 @@ class TokenDataset(grain.MapDataset[Any]):
 
 
 class DocumentDataset(TokenDataset):
-    """Documents: arrays of tokens, each with the token that ends it."""
+    """Documents: arrays of tokens, each with its end-of-text token."""
 
     lengths: Int64[np.ndarray, " documents"]
-    """Tokens of each document, which takes no reading."""
+    """Number of tokens of each document, known without reading one."""
 
 
 def token_datasets(dataset: Any) -> list[TokenDataset]:
-    """The datasets of tokens that a dataset is made of."""
+    """The `TokenDataset`s below the maps and mixtures of a Grain dataset."""
     if isinstance(dataset, TokenDataset):
         return [dataset]
     parents = getattr(dataset, "parents", ())
-    return [found for parent in parents for found in token_datasets(parent)]
+    return [below for parent in parents for below in token_datasets(parent)]

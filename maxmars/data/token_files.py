@@ -1,7 +1,9 @@
 """Directories of tokens, whatever program wrote them, and the stream of tokens of each split.
 
 `formats.open_directory` makes a `TokenDirectory`, and its `stream(split)` reads tokens. Files on a
-disk are mapped; of files in a bucket, only the ranges that a batch needs are read.
+disk are mapped into memory; of files in a bucket, only the ranges that a batch needs are read.
+Every token that is read is compared with the size of the vocabulary: a damaged shard, or the wrong
+dtype, would otherwise train without an error.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from maxmars.data.tokenizer import Vocabulary
 from maxmars.distributed.files import is_remote
 
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-_MOST_OPEN = 1 << 14  # files; Linux maps 65,530 at most
+_MAX_OPEN = 1 << 14  # files; Linux allows a process 65,530 maps
 _SAMPLES, _SAMPLE_BYTES = 16, 1 << 14
 NAME_THEM = (
     "say what these tokens are to `maxmars train` and `eval`: --data.tokenizer, or "
@@ -40,9 +42,9 @@ class TokenFile:
 
     path: epath.Path
     split: str
-    """Which split's tokens it holds."""
+    """Name of the split that the tokens are of."""
     num_bytes: int
-    """Size that it must have."""
+    """Expected size."""
     header_bytes: int = 0
     """Bytes before the first token."""
     sha256: str | None = None
@@ -51,26 +53,26 @@ class TokenFile:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDirectory:
-    """A directory of tokens: its files, and what the numbers in them are."""
+    """A directory of tokens: its files, and the meaning of the numbers in these files."""
 
     path: epath.Path
     files: tuple[TokenFile, ...]
-    """Those of every split, of each in order."""
+    """Files of all splits, those of one split in the order of its stream."""
     dtype: np.dtype
     """Type of a token: little-endian integers."""
     vocabulary: Vocabulary
     metadata: Metadata | None = None
-    """What `meta.json` says; None of other programs' files, which have none."""
+    """Contents of `meta.json`; None for files of other programs, which have none."""
     is_guess: bool = False
-    """Whether nothing says that the tokens are GPT-2's, for which they are taken."""
+    """Whether the tokens are taken for GPT-2's without anything that says so."""
 
     @property
     def splits(self) -> list[str]:
-        """The splits that there are."""
+        """Names of the splits."""
         return list(dict.fromkeys(file.split for file in self.files))
 
     def stream(self, split: str) -> TokenStream:
-        """The tokens of a split; none are read yet.
+        """The stream of a split; reads no tokens yet.
 
         Raises:
           NoSuchSplitError: there is no such split.
@@ -80,8 +82,8 @@ class TokenDirectory:
     def digest(self) -> str:
         """SHA-256 over the tokenizer and the files of all splits, in hex.
 
-        A file counts with its name, size and recorded checksum. Of a file without one, samples of
-        its bytes count, which tell other data but not every damage.
+        It covers name, size and recorded checksum of each file. For a file without a checksum it
+        covers samples of the bytes: these identify the data, but miss some damage.
 
         Raises:
           OSError: a file cannot be read.
@@ -98,18 +100,18 @@ def _sampled(file: TokenFile) -> str:
     """SHA-256 over evenly spaced pieces of a file, the first and the last among them, in hex."""
     sha = hashlib.sha256()
     with file.path.open("rb") as opened:
-        for place in np.linspace(0, max(file.num_bytes - _SAMPLE_BYTES, 0), _SAMPLES, dtype=int):
-            opened.seek(int(place))
+        for start in np.linspace(0, max(file.num_bytes - _SAMPLE_BYTES, 0), _SAMPLES, dtype=int):
+            opened.seek(int(start))
             sha.update(opened.read(_SAMPLE_BYTES))
     return sha.hexdigest()
 
 
 def check_size(file: TokenFile) -> None:
-    """Check that a file on a disk is there and has its size.
+    """Check that a file on a disk exists with its expected size.
 
     Raises:
-      FileNotFoundError: it is missing.
-      ValueError: it has another size.
+      FileNotFoundError: the file is missing.
+      ValueError: the file has another size.
     """
     if not file.path.is_file():
         raise FileNotFoundError(f"the token shard {file.path} is missing; {AGAIN}.")
@@ -124,27 +126,26 @@ def check_size(file: TokenFile) -> None:
 
 @functools.cache
 def _maps() -> Callable[[TokenStream, int], np.ndarray]:
-    """From a stream and the number of one of its files on a disk to the tokens in there.
+    """A cached `TokenStream.map`: the most recently used files of all streams stay mapped.
 
-    A mapped file counts as an open one. Of the files of all streams, the last used stay mapped:
-    half as many as this process may have open, after that limit is raised as far as it may be.
+    A mapped file counts against the process's limit of open files. So this raises the limit as far
+    as it may, and keeps half as many files mapped.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MOST_OPEN)
-    if soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    return functools.lru_cache(max(soft, most) // 2)(TokenStream.map)
+    max_open = _MAX_OPEN if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN)
+    if soft < max_open:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max_open, hard))
+    return functools.lru_cache(max(soft, max_open) // 2)(TokenStream.map)
 
 
 class TokenStream:
-    """The tokens of one split, which can be read anywhere at the same cost: those of its files, one
-    after the other.
+    """The tokens of one split, its files one after the other, with random access.
 
-    Construction reads nothing. A file on a disk is mapped when it is first read, and its size is
-    checked then, so that an object travels to another process as its paths.
+    Construction reads nothing: a file on a disk is mapped, and its size checked, at its first read.
+    So a stream can be pickled for another process.
 
     Args:
-      directory: where the files are.
+      directory: the directory that has the split.
       split: name of the split.
 
     Raises:
@@ -197,17 +198,18 @@ class TokenStream:
     ) -> Int32[np.ndarray, " tokens"]:
         """The tokens [start, start + length) of each piece, one piece after the other.
 
-        From a bucket, all pieces are read at the same time, and tokens that several pieces share
-        are read once. The memory is that of the bytes and of the result.
+        From a bucket, all pieces are read at the same time, and bytes that several pieces share are
+        read once. The peak memory is that of these bytes and of the result.
 
         Raises:
           FileNotFoundError: a file is missing.
-          ValueError: some tokens lie outside the stream or the vocabulary, or a file was cut short.
-          OSError: a bucket does not answer; see `bucket.read_ranges`.
+          ValueError: a piece lies outside the stream, a token outside the vocabulary, or a file was
+            cut short.
+          OSError: a bucket times out; see `bucket.read_ranges`.
         """
         self._check_range(starts, lengths)
         dtype = self.directory.dtype
-        # A number of 64 bits is compared with the vocabulary before it is cut to 32.
+        # 64-bit numbers stay so until `_check_ids`: cut to 32 bits, a bad one might look good.
         tokens = np.empty(lengths.sum(), np.int64 if dtype.itemsize == 8 else np.int32)
         spans = self._spans(starts, lengths)
         if is_remote(self.directory.path):
@@ -234,7 +236,7 @@ class TokenStream:
 
     def _check_ids(self, tokens: np.ndarray) -> None:
         vocabulary = self.vocabulary
-        # As unsigned numbers, negative ones are large.
+        # Viewed as unsigned, a negative id is a large one, so one maximum finds both.
         largest = tokens.view(_UNSIGNED[tokens.itemsize]).max(initial=0)
         if largest >= vocabulary.size:
             raise ValueError(
@@ -246,8 +248,8 @@ class TokenStream:
     def _spans(
         self, starts: Int64[np.ndarray, " pieces"], lengths: Integer[np.ndarray, " pieces"]
     ) -> Iterator[tuple[int, int, int, int]]:
-        """What of the pieces lies in one file: number of the first token in the result, number of
-        the file, first token in there, and the number of tokens."""
+        """The pieces, cut where files end. Yields, for each cut piece, its first index in the
+        result, the number of its file, its first token in that file, and its number of tokens."""
         at = 0
         files = np.searchsorted(self._starts, starts, "right") - 1
         for start, length, index in zip(
@@ -260,7 +262,7 @@ class TokenStream:
                 at, start, index = at + count, start + count, index + 1
 
     def map(self, index: int) -> np.ndarray:
-        """The tokens in a file on a disk, by its number; see `_maps`."""
+        """The tokens in a file on a disk, by the file's number; see `_maps`."""
         file = self._files[index]
         check_size(file)
         # A plain array on the map: slicing np.memmap itself costs several microseconds.
@@ -283,7 +285,7 @@ class TokenStream:
 
 
 def merge_ranges(ranges: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """Ranges (file, start, end) in order, those joined that overlap or touch."""
+    """Sorted ranges (file, start, end); ranges that overlap or touch become one."""
     merged: list[tuple[int, int, int]] = []
     for file, start, end in sorted(ranges):
         if merged and merged[-1][0] == file and start <= merged[-1][2]:

@@ -1,12 +1,13 @@
 """Tokenizers: plain bytes, GPT-2's byte-pair encoding, and any `tokenizer.json`.
 
-Tokens, runs, exports and Hugging Face models keep their tokenizer in one form, Hugging Face's:
-`tokenizer.json`, and `tokenizer_config.json`, which names the token that ends a document. `load`
+Token directories, runs, exports and Hugging Face models hold their tokenizer in one form, Hugging
+Face's: `tokenizer.json`, and `tokenizer_config.json`, which names the end-of-text token. `load`
 reads a directory of any of these, and `save` writes one.
 
-Plain bytes need no library. GPT-2's encoding is tiktoken's, and any other `tokenizer.json` is read
-by the library tokenizers (both in the extra `hf`). Which of the three a file is, its vocabulary
-tells: those of bytes and GPT-2 are known by their digest.
+Plain bytes need no library. GPT-2's encoding is tiktoken's, and the library tokenizers reads any
+other `tokenizer.json` (both in the extra `hf`). `load` recognises the vocabularies of bytes and
+GPT-2 in a `tokenizer.json` by their digests, and takes the faster class for them. What the files of
+a tokenizer say beyond that, such as a chat template, is kept unread and written again.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 _GPT2_CLASS = "GPT2Tokenizer"
-# Code, paths and, since it changes the tokens that the library gives, `add_prefix_space`.
+# Settings that are not written again: code, paths, and `add_prefix_space`, by which the library
+# would change the tokens.
 _LEFT_OUT = ("auto_map", "name_or_path", "tokenizer_file", "vocab_file", "add_prefix_space")
 _STRIDE = 250_000  # characters
 _SAMPLE = "She reads 3 books:\n\n\tnaïve  café, don't  stop!"
@@ -57,23 +59,23 @@ _GPT2_DIGEST = "a5623714bcf19049eb0fd78df19b6daa1e61ac435b86a5deae767768e7fcdc3d
 
 Tokens = Integer[np.ndarray, " tokens"]
 Pieces = Callable[[Tokens, bool], str]
-"""From tokens, and whether they are the last, to the text that is certain now; see `pieces`."""
+"""From new tokens, and whether they are the last, to the text that is final; see `pieces`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """What a tokenizer does not keep of a text, counted."""
+    """Count of the characters that a tokenizer loses in a text."""
 
     characters: int
-    """Of the text, as the tokenizer's own normaliser leaves it."""
+    """Characters of the text after the tokenizer's own normaliser."""
     lost: int
-    """Of these, what its tokens do not spell."""
+    """Characters that the decoded tokens lack."""
     example: str = ""
-    """A character that is lost."""
+    """One of the lost characters."""
 
     @property
     def share(self) -> float:
-        """How much of the characters is lost."""
+        """Lost characters as a share of all."""
         return self.lost / max(self.characters, 1)
 
     def __str__(self) -> str:
@@ -83,23 +85,23 @@ class Loss:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """What the files of a tokenizer say, which goes out as it came in."""
+    """Contents of a tokenizer's files, which are written as they were read."""
 
     content: bytes | None = None
-    """The `tokenizer.json`; None is GPT-2's."""
+    """The `tokenizer.json`; None for GPT-2's."""
     end: str | None = None
-    """The token that ends a document."""
+    """The end-of-text token."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Of `tokenizer_config.json`: padding, names of special tokens, a chat template."""
+    """Fields of `tokenizer_config.json`: padding, names of special tokens, a chat template."""
     template: str | None = None
     """The text of `chat_template.jinja`."""
     generation: Mapping[str, Any] = field(default_factory=dict)
-    """`eos_token_id`, of the token or tokens at which the model ends a text, and `bos_token_id`, of
-    the one that begins it, where a file names them."""
+    """`eos_token_id`, of the token or tokens that end a generated text, and `bos_token_id`, of the
+    token that begins it; only those that a file names."""
 
     @property
     def end_ids(self) -> list[int]:
-        """Ids of the tokens at which the model ends a text."""
+        """Ids of the tokens that end a generated text, as the files name them."""
         ids = self.generation.get("eos_token_id", [])
         return ids if isinstance(ids, list) else [ids]
 
@@ -111,32 +113,32 @@ class Tokenizer(abc.ABC):
     """`byte`, `gpt2`, or `tokenizer.json` for any other."""
     vocab_size: int
     eot: int
-    """Id of the token that ends a document; `encode` never returns it."""
+    """Id of the end-of-text token, which ends a document; `encode` never returns it."""
     eot_token: str
     """The name of `eot`."""
     files = TokenizerFiles()
-    """What files say of it; nothing of one that was made without."""
+    """Contents of the tokenizer's files; empty for a tokenizer made without files."""
 
     @property
     @abc.abstractmethod
     def digest(self) -> str:
-        """SHA-256 of all that decides the tokens, in hex."""
+        """SHA-256 over the vocabulary, in hex; equal digests give equal tokens."""
 
     @property
     def num_text_ids(self) -> int:
-        """A model needs rows for the ids below this one: every token that a text becomes or that
-        ends one. Special tokens after them, such as a `[PAD]`, stand in no text."""
+        """Number of ids that a model needs rows for: of tokens in texts, and of those that end one.
+        Special tokens with higher ids, such as a `[PAD]`, are in no text."""
         return self.vocab_size
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids of the tokens at which the model ends a text: `eot`, and what else its files name."""
+        """Ids of the tokens that end a generated text: `eot`, and others that the files name."""
         others = (i for i in self.files.end_ids if i in range(self.vocab_size))
         return tuple(dict.fromkeys([self.eot, *others]))
 
     @property
     def bos(self) -> int:
-        """Id of the token that begins a text, if its files name one, or else `eot`."""
+        """Id of the token that begins a generated text: the one that the files name, or `eot`."""
         named = self.id_of(_content(self.files.settings.get("bos_token")))
         if named is None:
             named = self.files.generation.get("bos_token_id")
@@ -144,11 +146,11 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def id_of(self, token: str | None) -> int | None:
-        """Id of a special token by its name; None where there is none of that name."""
+        """Id of the special token of this name; None if there is none."""
 
     @abc.abstractmethod
     def to_json(self) -> bytes:
-        """The `tokenizer.json` that means the same; that of GPT-2 takes 2 s."""
+        """The equivalent `tokenizer.json`; for GPT-2 this takes 2 s."""
 
     @abc.abstractmethod
     def encode(self, text: str) -> Tokens:
@@ -161,18 +163,18 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def pieces(self) -> Pieces:
-        """A function that decodes tokens as they come. What it returns, joined, is `decode` of all
-        tokens; what may still change with the next tokens is held back, unless they are the last.
+        """A function that decodes a stream of tokens. Its results, joined, are `decode` of all
+        tokens. Text that the next token may change is held back until the last token.
         """
 
     @abc.abstractmethod
     def bytes_of_tokens(self) -> Int32[np.ndarray, " vocab"]:
-        """Length of each token's text in UTF-8, by id: what it adds between two others.
-        0 of special tokens, which stand for no text, and of ids without a token."""
+        """UTF-8 bytes that each token adds to a text, by id.
+        0 for special tokens, which stand for no text, and for ids without a token."""
 
 
 class _BytesOfTokens(Tokenizer):
-    """The half of a tokenizer whose text is the bytes of its tokens, one after another."""
+    """Decoding for tokenizers in which a text is the bytes of its tokens, concatenated."""
 
     eot_token = END_OF_TEXT
 
@@ -197,7 +199,7 @@ class _BytesOfTokens(Tokenizer):
 
 
 class ByteTokenizer(_BytesOfTokens):
-    """One token for each UTF-8 byte, and one that ends a document."""
+    """One token for each UTF-8 byte, and the end-of-text token."""
 
     name = "byte"
     vocab_size = 257
@@ -220,8 +222,8 @@ class GPT2Tokenizer(_BytesOfTokens):
     """GPT-2's byte-pair encoding, by tiktoken (extra `hf`).
 
     Args:
-      ranks: the id of each token but the last. None takes them from the directory
-        TIKTOKEN_CACHE_DIR or, failing that, from the network (1.5 MB).
+      ranks: the id of each token but the last; None reads them from the directory
+        TIKTOKEN_CACHE_DIR, or downloads them (1.5 MB).
 
     Raises:
       ImportError: tiktoken is not installed.
@@ -232,7 +234,7 @@ class GPT2Tokenizer(_BytesOfTokens):
     vocab_size = 50257
     eot = 50256
     digest = _GPT2_DIGEST
-    # What tiktoken takes for white space, which is less than Python does.
+    # White space as tiktoken counts it, which is less than Python's.
     _white_space = re.compile(r"[^\S\x1c-\x1f]+")
 
     def __init__(self, ranks: dict[bytes, int] | None = None) -> None:
@@ -267,8 +269,9 @@ class GPT2Tokenizer(_BytesOfTokens):
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
         # tiktoken fails where a million characters of white space come before another character.
-        # GPT-2's pattern takes all of them but the last as one piece, so a cut there does not
-        # change the tokens. Any run of twice the stride is met, and each is read once.
+        # GPT-2's pattern takes all of a run but its last character as one piece, so a cut before
+        # the last character does not change the tokens. A search at every stride finds each run of
+        # twice that length.
         cuts, end = [0], 0
         for start in range(_STRIDE, len(text), _STRIDE):
             if start >= end and (run := self._white_space.match(text, start)):
@@ -288,15 +291,15 @@ class GPT2Tokenizer(_BytesOfTokens):
     def _bytes_of(self, token: int) -> bytes:
         if 0 <= token < self.vocab_size:
             return self._encoding.decode_single_token_bytes(token)
-        return _REPLACEMENT.encode()  # a model with a padded vocabulary has ids without a token
+        return _REPLACEMENT.encode()  # models with a padded vocabulary have ids without a token
 
 
 class JsonTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, by the library tokenizers (extra `hf`).
 
     Args:
-      content: of the file.
-      eot_token: the token of its vocabulary that ends a document.
+      content: the bytes of the file.
+      eot_token: name of the end-of-text token.
 
     Raises:
       ImportError: tokenizers is not installed.
@@ -355,8 +358,11 @@ class JsonTokenizer(Tokenizer):
         )
 
     def loss(self, text: str) -> Loss:
-        """What `decode(encode(text))` lacks of a text; an unknown token spells nothing, unless the
-        text spells its name. Where characters stand does not count: some decoders move blanks."""
+        """The characters of a text that `decode(encode(text))` lacks.
+
+        An unknown token decodes to nothing here, unless the text contains its name. Characters are
+        counted, not compared in order, as some decoders move blanks.
+        """
         text = text.encode("utf-8", "replace").decode()
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         name, normalizer = self._tokenizer.id_to_token(self._unknown), self._tokenizer.normalizer
@@ -366,7 +372,7 @@ class JsonTokenizer(Tokenizer):
             if token != self._unknown or text[start:end].strip() == name
         ]
         wanted = text if normalizer is None else normalizer.normalize_str(text)
-        wanted = _WHITE_SPACE.sub(" ", wanted).strip()  # some add a blank at its beginning
+        wanted = _WHITE_SPACE.sub(" ", wanted).strip()  # some normalisers add a blank in front
         lost = Counter(wanted) - Counter(_WHITE_SPACE.sub(" ", self._decode(known)))
         return Loss(characters=len(wanted), lost=lost.total(), example=next(iter(lost), ""))
 
@@ -377,10 +383,11 @@ class JsonTokenizer(Tokenizer):
         texts = {i: token for token, i in vocabulary.items() if i not in special}
         lengths = np.zeros(self.vocab_size, np.int32)
         decoder = str(parse_json(self._content).get("decoder"))
-        around = list(texts)[:1]  # decoders treat the blanks at both ends of a text otherwise
+        # Decoders strip blanks at the ends of a text, so each token is decoded between two others.
+        around = list(texts)[:1]
         without = len(self._decode(around * 2).encode())
         for i, token in texts.items():
-            # A token may be a part of a character, which decoded alone is U+FFFD.
+            # A token may be a part of a character: decoded alone, it would be U+FFFD.
             if "ByteLevel" in decoder and set(token) <= set(_characters()):
                 lengths[i] = len(token)
             elif "ByteFallback" in decoder and _BYTE_TOKEN.fullmatch(token):
@@ -391,7 +398,7 @@ class JsonTokenizer(Tokenizer):
 
     @functools.cached_property
     def _unknown(self) -> int:
-        """The token of what is not in the vocabulary; beyond it where there is none."""
+        """Id of the token for unknown text; beyond the vocabulary if the model has none."""
         model = self._tokenizer.model
         if not hasattr(model, "unk_token"):  # Unigram
             number = parse_json(self._content)["model"].get("unk_id")
@@ -410,11 +417,11 @@ class JsonTokenizer(Tokenizer):
             for token in new.tolist():
                 tokens.append(token)
                 held.append(token)
-                # Of bytes like <0xE4> in a row, the last decides what the first mean.
+                # Byte tokens like <0xE4> become characters only when the last byte is known.
                 if not _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token) or ""):
                     text += stream.step(self._tokenizer, held) or ""
                     held.clear()
-            if is_last:  # with what never became a whole character
+            if is_last:  # `decode` also gives the bytes that never became a character
                 text = self._decode(tokens)
             return text[before:]
 
@@ -427,22 +434,22 @@ class JsonTokenizer(Tokenizer):
 # --- directories ----------------------------------------------------------------------------------
 
 
-def load(place: epath.PathLike, *, eot_token: str | None = None) -> Tokenizer:
-    """The tokenizer `byte` or `gpt2`, or that of a directory: of tokens, a run's `tokenizer`, an
-    export, a Hugging Face model's.
+def load(name_or_path: epath.PathLike, *, eot_token: str | None = None) -> Tokenizer:
+    """The tokenizer of a name, or of a directory: of tokens, a run's `tokenizer`, an export, or a
+    Hugging Face model.
 
     Args:
-      place: a name, a directory, or a file of any name that is a `tokenizer.json`. In a directory,
-        `vocab.json` and `merges.txt` will do.
-      eot_token: the token that ends a document; None takes the one that the files name.
+      name_or_path: `byte`, `gpt2`, a directory, or a `tokenizer.json` under any name. A directory
+        may have `vocab.json` and `merges.txt` instead of a `tokenizer.json`.
+      eot_token: the end-of-text token; None takes the one that the files name.
 
     Raises:
-      FileNotFoundError: there is none.
-      ValueError: a file is malformed, or the vocabulary lacks the token that ends a document.
-      ImportError: the library that it needs (extra `hf`) is not installed.
+      FileNotFoundError: there is no tokenizer.
+      ValueError: a file is malformed, or the vocabulary lacks the end-of-text token.
+      ImportError: the tokenizer's library (extra `hf`) is not installed.
       OSError: the vocabulary of `gpt2` cannot be downloaded.
     """
-    match place:
+    match name_or_path:
         case ByteTokenizer.name:
             return ByteTokenizer()
         case GPT2Tokenizer.name:
@@ -453,23 +460,25 @@ def load(place: epath.PathLike, *, eot_token: str | None = None) -> Tokenizer:
                 "GrainConfig(tokenizer='byte') or 'gpt2' for a source of your own, to generate "
                 "text and to score the model later."
             )
-    path = epath.Path(place).expanduser()
-    # A file never as bytes or GPT-2's: its name is in the plan of a preparation, which goes on.
+    path = epath.Path(name_or_path).expanduser()
+    # A file named by the user never becomes `byte` or `gpt2`: the plan of a preparation holds the
+    # tokenizer's name, and unfinished ones must go on.
     files = _read(path)
     with about(path):
-        return _open(files, eot_token, built_in=path.suffix != ".json")
+        return _make(files, eot_token, built_in=path.suffix != ".json")
 
 
 def save(
     tokenizer: Tokenizer, directory: epath.PathLike, *, max_seq_len: int | None = None
 ) -> None:
-    """Write a tokenizer for `load`, and for `transformers.AutoTokenizer`, which gives the same
-    tokens of a text that spells out no special token.
+    """Write the files of a tokenizer, for `load` and for `transformers.AutoTokenizer`.
+
+    Both then give the same tokens, except for a text that spells out a special token.
 
     Args:
-      tokenizer: any.
-      directory: is made if it is missing.
-      max_seq_len: of the model whose directory it is, if it is one.
+      tokenizer: any tokenizer.
+      directory: made if it is missing.
+      max_seq_len: of the model, if the directory is an export of one.
     """
     files, generation = tokenizer.files, {}
     if max_seq_len is not None or len(tokenizer.ends) > 1 or tokenizer.bos != tokenizer.eot:
@@ -482,24 +491,24 @@ def save(
 
 @dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What the ids of tokens mean."""
+    """The meaning of the ids of tokens: which tokenizer, and how many ids."""
 
     tokenizer: str
     """Name of the tokenizer."""
     size: int
     """Every token lies in [0, size)."""
     digest: str | None = None
-    """SHA-256 over the tokenizer's vocabulary; None where no files of it are known."""
-    place: epath.Path | None = None
-    """The directory of these files, or their `tokenizer.json`, if they are known."""
+    """SHA-256 over the tokenizer's vocabulary; None if the tokenizer has no known files."""
+    path: epath.Path | None = None
+    """The directory of the tokenizer's files, or a `tokenizer.json`; None if not known."""
 
     @classmethod
     def named(cls, name: str, size: int | None = None) -> Vocabulary:
-        """What the ids of a tokenizer mean.
+        """The vocabulary of a tokenizer.
 
         Args:
           name: `byte`, `gpt2`, the path of a `tokenizer.json` or of its directory, or `unknown`.
-          size: number of ids; None is the tokenizer's, which nobody knows of an unknown one.
+          size: number of ids, which `unknown` needs; None takes the tokenizer's.
 
         Raises:
           ValueError, ImportError, OSError: see `load`.
@@ -512,29 +521,32 @@ class Vocabulary:
             tokenizer=own.name,
             size=size or own.vocab_size,
             digest=own.digest,
-            place=resolve(name),
+            path=resolve(name),
         )
 
 
 def tokenizer_of_tokens(vocabulary: Vocabulary) -> Tokenizer:
-    """The tokenizer of tokens: of its files or, if none are known, by its name.
+    """The tokenizer that made the tokens of a vocabulary, from its files or by its name.
 
     Raises:
-      ValueError: it is another one than made them, or they name none.
+      ValueError: the files are another tokenizer's, or the name is `unknown`.
       ImportError, OSError: see `load`.
     """
-    if vocabulary.place is None:  # of another program, or of a source of the user's
+    if (
+        vocabulary.path is None
+    ):  # other programs' files and user's functions name the tokenizer alone
         return load(vocabulary.tokenizer)
-    files = _read(vocabulary.place)
-    with about(vocabulary.place):
-        tokenizer = _open(files, built_in=vocabulary.tokenizer != JsonTokenizer.name)
+    files = _read(vocabulary.path)
+    with about(vocabulary.path):
+        tokenizer = _make(files, built_in=vocabulary.tokenizer != JsonTokenizer.name)
     _check_digest(vocabulary, tokenizer.digest)
     return tokenizer
 
 
 def difference(model: Tokenizer, vocabulary: Vocabulary) -> str | None:
-    """The first difference between the tokenizer of a model and that of tokens, in words; None
-    where the same ids are the same texts, and a sample becomes the same ids.
+    """The first difference between a model's tokenizer and that of tokens, in words.
+
+    None if all ids decode to the same texts, and a sample encodes to the same ids.
 
     Raises:
       ValueError, ImportError, OSError: see `tokenizer_of_tokens`.
@@ -542,12 +554,12 @@ def difference(model: Tokenizer, vocabulary: Vocabulary) -> str | None:
     built_in = {t.name: t.digest for t in (ByteTokenizer, GPT2Tokenizer)}
     if model.digest == built_in.get(vocabulary.tokenizer, vocabulary.digest):
         return None
-    theirs = tokenizer_of_tokens(vocabulary)
-    for number in range(min(model.num_text_ids, theirs.num_text_ids)):
-        old, new = (one.decode(np.array([number])) for one in (model, theirs))
+    other = tokenizer_of_tokens(vocabulary)
+    for number in range(min(model.num_text_ids, other.num_text_ids)):
+        old, new = (one.decode(np.array([number])) for one in (model, other))
         if old != new:
             return f"the model reads token {number} as {old!r}, and there it is {new!r}"
-    old, new = (one.encode(_SAMPLE).tolist() for one in (model, theirs))
+    old, new = (one.encode(_SAMPLE).tolist() for one in (model, other))
     if old == new:
         return None
     first = next(i for i, (a, b) in enumerate(itertools.zip_longest(old, new)) if a != b)
@@ -555,20 +567,19 @@ def difference(model: Tokenizer, vocabulary: Vocabulary) -> str | None:
 
 
 def end_of_text(vocabulary: Vocabulary) -> int:
-    """The id of the token that ends a document.
+    """The id of the end-of-text token; for bytes and GPT-2 it is known without loading a tokenizer.
 
     Raises:
-      ValueError, ImportError, OSError: see `tokenizer_of_tokens`, which bytes and GPT-2's tokens do
-        not need.
+      ValueError, ImportError, OSError: see `tokenizer_of_tokens`.
     """
     known = {t.name: t.eot for t in (ByteTokenizer, GPT2Tokenizer)}.get(vocabulary.tokenizer)
     return tokenizer_of_tokens(vocabulary).eot if known is None else known
 
 
 def copy_tokenizer(vocabulary: Vocabulary, directory: epath.PathLike) -> None:
-    """Write the tokenizer of tokens for `load`; no library is needed. None where they name none."""
-    if vocabulary.place is not None:
-        files = _read(vocabulary.place)
+    """Write the tokenizer's files for `load`, without loading a library; `unknown` has none."""
+    if vocabulary.path is not None:
+        files = _read(vocabulary.path)
         known = {} if files.content is None else _vocabulary(parse_json(files.content))
         files = replace(files, end=_end_of(files, known))
         if vocabulary.tokenizer == JsonTokenizer.name:
@@ -585,7 +596,7 @@ def copy_tokenizer(vocabulary: Vocabulary, directory: epath.PathLike) -> None:
 def _check_digest(vocabulary: Vocabulary, digest: str) -> None:
     if digest != vocabulary.digest:
         raise ValueError(
-            f"the tokenizer in {vocabulary.place} is not the one that made the tokens; copy "
+            f"the tokenizer in {vocabulary.path} is not the one that made the tokens; copy "
             "that one there."
         )
 
@@ -593,7 +604,7 @@ def _check_digest(vocabulary: Vocabulary, digest: str) -> None:
 def _write(
     directory: epath.Path, name: str, files: TokenizerFiles, max_seq_len: int | None = None
 ) -> None:
-    """Write files for a tokenizer of this name."""
+    """Write the files of a tokenizer of this name."""
     if files.content is not None:
         write_bytes(directory / _TOKENIZER, files.content)
     if files.template is not None:
@@ -612,10 +623,14 @@ def _write(
         write_json(directory / _GENERATION, files.generation)
 
 
-def _read(place: epath.Path) -> TokenizerFiles:
-    """What a directory says, or a file in it that is a `tokenizer.json` of any name."""
-    is_file = place.suffix == ".json"
-    directory, file = (place.parent, place.name) if is_file else (place, _TOKENIZER)
+def _read(path: epath.Path) -> TokenizerFiles:
+    """The files of a tokenizer in a directory.
+
+    Args:
+      path: the directory, or a file in it that is the `tokenizer.json` under any name.
+    """
+    is_file = path.suffix == ".json"
+    directory, file = (path.parent, path.name) if is_file else (path, _TOKENIZER)
     with reporting(directory):
         names = {path.name for path in directory.iterdir()} if directory.is_dir() else set()
 
@@ -624,7 +639,7 @@ def _read(place: epath.Path) -> TokenizerFiles:
 
         settings = fields("special_tokens_map.json") | fields(_SETTINGS)
         end, kind = settings.get("eos_token"), settings.get("tokenizer_class", "")
-        if not settings:  # earlier versions named it beside tokens
+        if not settings:  # earlier versions recorded both in the directory's meta.json
             kind, end = (fields("meta.json").get(name) for name in ("tokenizer", "eot_token"))
         if file in names:
             require_file(directory / file)
@@ -644,15 +659,16 @@ def _read(place: epath.Path) -> TokenizerFiles:
         added = {int(i): token for i, token in settings.get("added_tokens_decoder", {}).items()}
         for token, i in fields("added_tokens.json").items():
             added.setdefault(i, {"content": token})
+        # Models of before `generation_config.json` name these ids in `config.json`.
         of_model = fields("config.json") if file == _TOKENIZER else {}
-        said = {key: value for key, value in of_model.items() if value is not None}
-        said |= {key: value for key, value in fields(_GENERATION).items() if value is not None}
+        ids = {key: value for key, value in of_model.items() if value is not None}
+        ids |= {key: value for key, value in fields(_GENERATION).items() if value is not None}
         files = TokenizerFiles(
             content=content,
             end=_content(end),
             settings=settings,
             template=read_text(directory / _TEMPLATE) if _TEMPLATE in names else None,
-            generation={key: said[key] for key in ("bos_token_id", "eos_token_id") if key in said},
+            generation={key: ids[key] for key in ("bos_token_id", "eos_token_id") if key in ids},
         )
         if content is not None and added:
             with about(directory):
@@ -662,12 +678,12 @@ def _read(place: epath.Path) -> TokenizerFiles:
 
 
 def _content(token: Any) -> Any:
-    """The name of a token in settings, where it may stand with its flags."""
+    """The name of a token in settings, which hold the name or a dict of name and flags."""
     return token["content"] if isinstance(token, dict) else token
 
 
-def _open(files: TokenizerFiles, eot_token: str | None = None, *, built_in: bool) -> Tokenizer:
-    """The tokenizer of files; with `built_in` that of bytes or GPT-2, if they mean the same."""
+def _make(files: TokenizerFiles, eot_token: str | None = None, *, built_in: bool) -> Tokenizer:
+    """A tokenizer from its files; with `built_in` that of bytes or GPT-2, if it is equivalent."""
     if files.content is None:
         tokenizer: Tokenizer = GPT2Tokenizer()
     else:
@@ -688,15 +704,15 @@ def _open(files: TokenizerFiles, eot_token: str | None = None, *, built_in: bool
 
 
 def _end_of(files: TokenizerFiles, vocabulary: Mapping[str, int]) -> str:
-    """The token that ends a document: the first one that the files name and the vocabulary has."""
+    """The end-of-text token: the first that the files name and the vocabulary has."""
     token_of = {number: token for token, number in vocabulary.items()}
     named = [files.end, *map(token_of.get, files.end_ids)]
     return next((token for token in named if token in vocabulary), END_OF_TEXT)
 
 
 def _vocabulary(fields: Any) -> dict[str, int]:
-    """The id of each token in a `tokenizer.json`; none where the library shall say what is wrong
-    with it."""
+    """The id of each token in a `tokenizer.json`; empty for a malformed file, on which the library
+    reports the fault."""
     try:
         tokens = fields["model"]["vocab"]  # Unigram's is a list of pairs, others' a dict
         vocabulary = (
@@ -708,8 +724,8 @@ def _vocabulary(fields: Any) -> dict[str, int]:
 
 
 def _plain_tokens(fields: dict[str, Any], vocabulary: dict[str, int]) -> list[bytes]:
-    """The bytes of each token, in order of ids, where a text is cut as GPT-2's and no further
-    changed; none of any other tokenizer."""
+    """The bytes of each token, by id, if the tokenizer splits texts as GPT-2's does and changes
+    them no further; an empty list for any other."""
     split = fields.get("pre_tokenizer") or {}
     is_plain = split.get("type") == "ByteLevel" and split.get("add_prefix_space") is False
     if fields.get("normalizer") is not None or not is_plain:
@@ -722,32 +738,32 @@ def _plain_tokens(fields: dict[str, Any], vocabulary: dict[str, int]) -> list[by
 
 
 def _from_vocabulary(directory: epath.Path, *, is_prefixed: Any) -> bytes:
-    """The `tokenizer.json` that `vocab.json` and `merges.txt` stand for."""
+    """The `tokenizer.json` that is equivalent to `vocab.json` and `merges.txt`."""
     with about(directory / _VOCABULARY), _library() as tokenizers:
-        theirs = tokenizers.ByteLevelBPETokenizer.from_file(
+        other = tokenizers.ByteLevelBPETokenizer.from_file(
             str(directory / _VOCABULARY),
             str(directory / _MERGES),
             add_prefix_space=is_prefixed is True,
         )
-        return theirs.to_str().encode()
+        return other.to_str().encode()
 
 
 def _with_added(
     content: bytes, added: dict[int, dict[str, Any]], ends: set[Any], settings: str
 ) -> bytes:
-    """A `tokenizer.json` with the tokens that other files add to it.
+    """A `tokenizer.json` with the tokens that other files add.
 
-    Special ones that end nothing, such as a `[PAD]` that the model does not know, no text becomes;
-    those after the last of the others are left out.
+    Left out are, after all others, the special tokens that end no text, such as a `[PAD]` that the
+    model does not know.
 
     Args:
-      content: the file.
-      added: each token by its id, `content` and perhaps flags.
+      content: the `tokenizer.json`.
+      added: from id to `content` and flags of each token.
       ends: names and ids of the tokens that end a text.
-      settings: which, where the flags do not say so, tell whether a token is special.
+      settings: text of the settings; a token without flags that they name is special.
 
     Raises:
-      ValueError: the library, which counts on from the last id, would give one another id.
+      ValueError: the library, which numbers tokens in order, would give a token another id.
     """
     specials = {i: t.get("special", repr(t["content"]) in settings) for i, t in added.items()}
     needed = [i for i in added if not specials[i] or ends & {i, added[i]["content"]}]
@@ -755,17 +771,17 @@ def _with_added(
     if wanted.items() <= _vocabulary(parse_json(content)).items():
         return content
     with _library() as tokenizers:
-        theirs = tokenizers.Tokenizer.from_str(content.decode())
+        other = tokenizers.Tokenizer.from_str(content.decode())
         for token, number in wanted.items():
             flags = {"normalized": not specials[number], **added[number]}
-            add = theirs.add_special_tokens if specials[number] else theirs.add_tokens
+            add = other.add_special_tokens if specials[number] else other.add_tokens
             add([tokenizers.AddedToken(**flags | {"special": specials[number]})])
-            if theirs.token_to_id(token) != number:
+            if other.token_to_id(token) != number:
                 raise ValueError(
                     f"the added token {token!r} has the id {number}, where the library tokenizers "
-                    f"gives it {theirs.token_to_id(token)}"
+                    f"gives it {other.token_to_id(token)}"
                 )
-        return theirs.to_str().encode()
+        return other.to_str().encode()
 
 
 @contextlib.contextmanager
@@ -780,8 +796,8 @@ def _library() -> Generator[Any]:
 
 
 def _byte_level_json(tokens: Sequence[bytes], merges: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A `tokenizer.json` of byte-level BPE; the last token ends documents. Without merges, no word
-    needs to be cut out of a text."""
+    """A `tokenizer.json` of byte-level BPE. The last token is the end-of-text token; without merges
+    a text need not be split into words."""
     characters = _characters()
 
     def spelt(token: bytes) -> str:
@@ -813,19 +829,19 @@ def _byte_level_json(tokens: Sequence[bytes], merges: Iterable[tuple[bytes, byte
 
 @functools.cache
 def _characters() -> list[str]:
-    """The character that stands for each byte in files of byte-level BPE: printable ones for
-    themselves, the others for U+0100 and following."""
+    """The character for each byte in files of byte-level BPE: printable bytes are themselves, the
+    others U+0100 and following."""
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(0x100)]
 
 
 def _last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
-    """The two tokens that BPE joins last on its way from the bytes of a token to it."""
+    """The two tokens of the last merge when BPE builds a token from its bytes."""
     rank = ranks[token]
     halves = [(token[:i], token[i:]) for i in range(1, len(token))]
     halves = [p for p in halves if max(ranks.get(p[0], rank), ranks.get(p[1], rank)) < rank]
-    if len(halves) == 1:  # as of half of GPT-2's tokens
+    if len(halves) == 1:  # half of GPT-2's tokens; the others need BPE's own steps
         return halves[0]
     pieces = [token[i : i + 1] for i in range(len(token))]
     while len(pieces) > 2:

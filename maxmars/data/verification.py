@@ -1,11 +1,11 @@
 """Comparing the files of a run's data with their checksums.
 
 Token ids that are all zero, or those of another shard, train without an error. So each file on a
-disk is hashed once a working directory, in a thread while the run trains, and again when its size
-or a time has changed; that of its last change of status nobody can set. Processes that see the same
-files divide them; those with copies on disks of their own hash their copies. An evaluation hashes
-the files of the split that it reads, and so does `audit --replay`. (Of files in a bucket, the
-bucket's own checksums are compared before the first step: see `formats.check_files`.)
+disk is hashed once per working directory, in a thread while the run trains, and again when its
+size, mtime or ctime has changed (no program can set a ctime). Processes that see the same disk
+divide its files; processes with disks of their own hash their own copies. Evaluations and `audit
+--replay` hash the files of the split that they read. Files in a bucket are not hashed: the bucket's
+own checksums are compared before the first step (`formats.check_files`).
 """
 
 from __future__ import annotations
@@ -33,10 +33,13 @@ _LOGGER = logging.getLogger(__name__)
 def verify_split(
     files: Sequence[TokenFile], split: str, first_read: Mapping[str, str] | None = None
 ) -> None:
-    """Compare the files on disks that hold a split's tokens with their checksums, now.
+    """Compare the files of a split with their checksums, now; all processes must call.
 
-    All processes must call. Of a file without a checksum, `first_read` may have its SHA-256 when a
-    run read it first; see `hashed_by`.
+    Args:
+      files: those of any split; files in buckets are left out.
+      split: name of the split.
+      first_read: for files without a recorded checksum, the SHA-256 that a run computed when it
+        first read them, by path; see `hashed_by`.
 
     Raises:
       ValueError: a file does not match, or cannot be read; every process raises.
@@ -59,7 +62,7 @@ def verify_split(
 
 
 def hashed_by(workdir: epath.Path) -> dict[str, str]:
-    """SHA-256 of the files that the processes of a run have hashed, by path."""
+    """SHA-256 of each file that the processes of a run have hashed, by path."""
     directory = workdir / VERIFIED
     records = sorted(directory.iterdir()) if directory.is_dir() else []
     lines = [line for record in records for line in read_json_lines(record, "file", "sha256")]
@@ -69,17 +72,17 @@ def hashed_by(workdir: epath.Path) -> dict[str, str]:
 def own_share(files: Sequence[TokenFile]) -> list[TokenFile]:
     """The files on disks that this process is to hash, each once; all processes must call.
 
-    Processes for which a file has the same times see the same one. The time of a file's last change
-    of status cannot be copied, so copies differ.
+    Two processes share a disk if the first file has the same mtime and ctime in both: a copy has
+    another ctime. Such processes divide the files.
     """
     on_disk = list({file.path: file for file in files if not is_remote(file.path)}.values())
     times = ""
     if on_disk:
-        with contextlib.suppress(OSError):  # told where the file is hashed
+        with contextlib.suppress(OSError):  # raised again where the file is hashed
             status = os.stat(on_disk[0].path)
             times = f"{status.st_mtime_ns} {status.st_ctime_ns}"
-    alike = [i for i, theirs in enumerate(processes.texts_of_all(times)) if theirs == times]
-    return on_disk[alike.index(jax.process_index()) :: len(alike)]
+    peers = [i for i, theirs in enumerate(processes.texts_of_all(times)) if theirs == times]
+    return on_disk[peers.index(jax.process_index()) :: len(peers)]
 
 
 class Verification(contextlib.AbstractContextManager["Verification"]):
@@ -95,10 +98,10 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
         """Prepare the thread; read no file.
 
         Args:
-          files: to hash, on disks; see `own_share`.
-          record: file of JSON lines in the working directory, of this process alone: the files that
-            were hashed, with size, time and SHA-256.
-          may_write: raises ValueError when the working directory belongs to another run by now.
+          files: those to hash, on disks; see `own_share`.
+          record: this process's file of JSON lines in the working directory: each hashed file with
+            size, times and SHA-256.
+          may_write: raises ValueError once another run owns the working directory.
         """
         self._files = files
         self._record, self._may_write = record, may_write
@@ -113,17 +116,17 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
             self._on_damage = on_damage
             self._thread.start()
 
-    def check(self, patience_s: float = 0.0) -> None:
+    def check(self, timeout_s: float = 0.0) -> None:
         """Stop the run if a file was found damaged so far; all processes must call.
 
         Args:
-          patience_s: seconds to wait for files that are still to be hashed.
+          timeout_s: seconds to wait for files that are not hashed yet.
 
         Raises:
           ValueError: a process found a damaged file; every process raises.
         """
         if self._thread.is_alive():
-            self._thread.join(patience_s)
+            self._thread.join(timeout_s)
         for damage in processes.texts_of_all(self._damage):
             if damage:
                 raise ValueError(damage)
@@ -145,17 +148,17 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
                         return
                     if line != before:
                         record.write(json.dumps(line))
-        except OSError as error:  # of the working directory: the next start hashes again
+        except OSError as error:  # the record cannot be written: the next start hashes again
             _LOGGER.warning("the files that were verified cannot be recorded: %s", error)
         except ValueError as error:
             self._damage = str(error)
             self._on_damage()
 
     def _verify(self, file: TokenFile, known: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The line to record of a file; None if the run ends before the file is read.
+        """The line of the record for a file; None if the run ends before the file is read.
 
         Raises:
-          ValueError: it is damaged, or cannot be read.
+          ValueError: the file is damaged, or cannot be read.
         """
 
         def pause(num_bytes: int) -> None:

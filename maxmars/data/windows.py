@@ -7,8 +7,8 @@
     targets           o g s . T h e   c                 window[1:], so the last token is also the
                                                         first of window i + 1
 
-`TokenWindows` are those of a `TokenStream`; `own_data` has the windows of a user's function. An
-order of training (`sampling`) is one of numbers alone.
+`TokenWindows` are the windows of a `TokenStream`, `OwnWindows` those of a user's function
+(`own_data`). Shuffling and mixing (`sampling`) see the numbers of windows alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TYPES: Types = {
     "segment_ids": np.int32,
     "positions": np.int32,
 }
-"""The arrays that a batch may have. A `mask` of own data that are weights is float32."""
+"""The arrays that a batch may have. A `mask` of weights, from a user's function, is float32."""
 
 PACKED: dict[Packing, Types] = {
     "none": {"tokens": np.int32},
@@ -48,21 +48,19 @@ PACKED: dict[Packing, Types] = {
 class TokenWindows:
     """The windows of a stream of tokens, numbered from 0: `length` inputs and one more token each.
 
-    With `packing="split"` a segment begins at each token that ends a document. A generated text
-    begins with that token as well, so it is the first of the next segment: it is predicted from the
-    document that it ends, and the first token of a document from it alone.
+    With `packing="split"` each end-of-text token is the first of a new segment, as it is the first
+    token of a generated text. So it is predicted from the document that it ends, and the first
+    token of a document is predicted from it alone.
 
     Args:
       stream: the tokens.
       length: tokens of a window that are predicted.
       packing: whether attention stays within the documents that share a window (`split`).
-      stride: tokens from the beginning of a window to that of the next. By default it is `length`:
-        a window begins where the one before ends (they share that token), so each token but the
-        first is predicted once.
+      stride: tokens from the beginning of a window to that of the next, by default `length`: two
+        neighbours share one token, so each token but the first is predicted once.
 
     Raises:
-      ValueError: the stream is too short for one window, or nothing says which token ends a
-        document.
+      ValueError: the stream is too short for one window, or the end-of-text token is not known.
     """
 
     def __init__(
@@ -87,12 +85,12 @@ class TokenWindows:
 
     @property
     def path(self) -> epath.Path:
-        """Where the tokens are."""
+        """The directory of the tokens."""
         return self.stream.directory.path
 
     @property
     def split(self) -> str:
-        """The name of the split there."""
+        """The name of the split."""
         return self.stream.split
 
     @property
@@ -102,7 +100,7 @@ class TokenWindows:
 
     @property
     def files(self) -> Sequence[TokenFile]:
-        """The files that they are read from, of every split."""
+        """The files of the directory, of every split."""
         return self.stream.directory.files
 
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
@@ -117,12 +115,12 @@ class TokenWindows:
         return {"tokens": tokens, **segments_and_positions(tokens == self._end_of_text)}
 
     def digest(self) -> str:
-        """SHA-256, in hex, that tells these data from others, whatever their path."""
+        """SHA-256 that identifies the tokens, wherever the directory is, in hex."""
         return self.stream.directory.digest()
 
     def describe(self) -> dict[str, Any]:
-        """What the data are, JSON-ready: `num_tokens`; of what `maxmars data prepare` wrote also
-        `num_documents` and `source`, which are None for others."""
+        """`num_tokens`, `num_documents` and `source` of the data, JSON-ready; the last two are None
+        for files of other programs."""
         metadata = self.stream.directory.metadata
         return {
             "num_tokens": self.stream.num_tokens,
@@ -139,6 +137,7 @@ def segments_and_positions(
     Args:
       begins: whether a token is the first of a segment; the first of a row always is.
     """
+    # The index of each token's segment start is the last start so far: a running maximum.
     index = np.arange(begins.shape[-1], dtype=np.int32)
     first = np.maximum.accumulate(np.where(begins, index, 0), axis=-1)
     return {"segment_ids": np.cumsum(begins, axis=-1, dtype=np.int32), "positions": index - first}

@@ -1,4 +1,9 @@
-"""Numbered work in processes of this machine."""
+"""Numbered work in a pool of processes on this machine.
+
+`concurrent.futures` has the pool; this module adds three things. Workers report progress within a
+number, since one number may take minutes. Workers ignore Ctrl-C, which the parent handles. And no
+worker outlives its parent, however the parent ends (`end_with_parent`, for Grain's workers too).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from maxmars.config.errors import EXTERNAL_ERRORS
 _UPDATE_S = 0.5
 
 Work = Callable[[int, Callable[[int], None]], None]
-"""Does the work of a number; calls the function that it is given with the bytes done since."""
+"""Does the work of a number, and calls its second argument with the bytes done since that call."""
 
 
 def work_through(
@@ -26,8 +31,8 @@ def work_through(
     """Do the work of all numbers, in any order.
 
     Args:
-      numbers: of the work.
-      work: what to do; travels to the processes by pickle.
+      numbers: those to do.
+      work: a function that can be pickled.
       workers: processes to start, by `spawn`; 0 works here.
       progress: called now and then with the numbers done and the bytes done.
 
@@ -35,13 +40,13 @@ def work_through(
       ChildProcessError: a process has died.
     """
     if workers == 0:
-        num_done, num_bytes, told_s = 0, 0, time.monotonic()
+        num_done, num_bytes, reported_s = 0, 0, time.monotonic()
 
-        def report(num_new: int) -> None:  # of each document
-            nonlocal num_bytes, told_s
+        def report(num_new: int) -> None:  # called for each document: too often to print
+            nonlocal num_bytes, reported_s
             num_bytes += num_new
-            if time.monotonic() > told_s + _UPDATE_S:
-                told_s = time.monotonic()
+            if time.monotonic() > reported_s + _UPDATE_S:
+                reported_s = time.monotonic()
                 progress(num_done, num_bytes)
 
         for number in numbers:
@@ -89,8 +94,9 @@ def _start_worker(work: Work, count: Any, stop: Any) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it has ended, however that was."""
-    # It waits for work on a pipe that its siblings hold open too, and would wait for ever.
+    """End this process when its parent has ended, even by a kill."""
+    # A worker waits for work on a pipe. Its siblings hold that pipe open as well, so the end of the
+    # parent does not close it, and all would wait for ever.
     parent = parent_process()
     assert parent is not None
 
@@ -102,7 +108,7 @@ def end_with_parent() -> None:
 
 
 def _work(number: int) -> tuple[Exception | None, list[str]]:
-    """Do the work of a number; an error is returned beside its notes, which pickle may lose."""
+    """Do the work of a number; returns an error beside its notes, which pickle may lose."""
     work, count, stop = _worker
 
     def report(num_bytes: int) -> None:

@@ -1,18 +1,17 @@
-"""Files on a disk or in a bucket (`gs://`): what `epath.Path` has not.
+"""Files on a disk or in a bucket (`gs://`): what `epath.Path` lacks.
 
-* Whole replacement: a file is replaced whole or not at all. On a disk that takes a rename, in a
-  bucket one request.
-* Files that grow by lines. An object in a bucket cannot grow: there the lines are kept in memory
-  and uploaded whole, before each checkpoint, at the end, and meanwhile every `_UPLOAD_EVERY_S`. A
-  kill loses later lines.
-* Errors in one line, and an end of waiting, where a bucket does not answer; generations of objects,
-  which `open_store` gives to the one writer of a run.
+* Atomic replacement of a file: by a rename on a disk, by one request in a bucket.
+* Files that grow by lines. An object in a bucket cannot grow: its lines stay in memory, and are
+  uploaded as a whole before each checkpoint, at the end, and every `_UPLOAD_EVERY_S`. A kill loses
+  the lines after the last upload.
+* For buckets: errors in one line, timeouts, and generations of objects (`open_store`), by which
+  a run has one writer.
 
-A path becomes an `epath.Path` once, in `resolve`. What is never in a bucket (caches, exports,
-comparisons, a user's Python) has a `pathlib.Path`. The functions here take both. Not used on a disk
-are three methods of `epath.Path` (etils 1.15): `stat` fails for users without a name, as in many
-containers, `rmdir` deletes files that came meanwhile, and `glob` takes brackets in a directory's
-name for a pattern.
+A path becomes an `epath.Path` once, in `resolve`. Paths that are never in a bucket (caches,
+exports, comparisons, a user's Python) are `pathlib.Path`s; the functions here take both. Three
+methods of `epath.Path` (etils 1.15) are not used on a disk: `stat` fails for users without a name,
+as in many containers, `rmdir` deletes files that came meanwhile, and `glob` takes brackets in a
+directory's name for a pattern.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ from maxmars.config.errors import about, in_words, needs_extra
 _LOGGER = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 1 << 20
-_LARGEST_TEXT = 1 << 28  # of a file that is read as a whole and does not grow by lines
+_LARGEST_TEXT = 1 << 28  # bytes of a file that is read as a whole; files of lines may be larger
 _UPLOAD_EVERY_S = 30.0
 _PROBE_S = 30.0
-_REQUEST_S = 60.0  # gcsfs waits for ever
+_REQUEST_S = 60.0  # gcsfs has no timeout by default
 _TRANSIENT = re.compile(  # TensorStore's errors have no types of their own
     r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED): |Could not resolve|Couldn't resolve|"
     + "|".join(
@@ -73,15 +72,15 @@ _WAYS_OUT = (
 
 
 def is_remote(path: epath.PathLike) -> bool:
-    """Whether a path is an object store's, like `gs://bucket/name`."""
+    """Whether a path is in an object store, like `gs://bucket/name`."""
     return "://" in os.fspath(path)
 
 
 def resolve(path: epath.PathLike) -> epath.Path:
-    """An absolute path, in a bucket that answers.
+    """An absolute path; for a path in a bucket, after a check that the bucket answers.
 
     Raises:
-      ValueError: it is empty, in an object store other than `gs://`, names no bucket, or is not
+      ValueError: the path is empty, in an object store other than `gs://`, without a bucket, or not
         UTF-8, which JAX, Orbax and JSON need.
       ImportError, OSError: see `require_access`.
     """
@@ -92,13 +91,13 @@ def resolve(path: epath.PathLike) -> epath.Path:
         absolute = Path(path).expanduser().absolute()
         try:
             str(absolute).encode()
-        except UnicodeEncodeError as error:  # whose own words cannot be printed
+        except UnicodeEncodeError as error:  # its own text cannot be printed
             name = os.fsencode(absolute).decode(errors="backslashreplace")
             raise ValueError(f"{name} is not UTF-8; rename it, or choose another path.") from error
         is_scheme = re.match(r"/(gs|s3|az|hf)(/|$)", str(absolute))
         # epath 1.15 takes a mount /s3 for s3://, but not //s3, which is the same place.
         return epath.Path(f"/{absolute}" if is_scheme else absolute)
-    refuse_credentials(text, "the path")  # records name it
+    refuse_credentials(text, "the path")  # which records will name
     if not re.match(r"gs://[^/]+(/|$)", text):
         raise ValueError(f"{text} must be a path on a disk, or gs://BUCKET/PATH; write it so.")
     require_access(text)
@@ -106,12 +105,13 @@ def resolve(path: epath.PathLike) -> epath.Path:
 
 
 def require_access(path: epath.PathLike) -> None:
-    """Check at the first use of a bucket that it answers, before libraries retry for minutes;
-    `resolve` does so, but each process needs it.
+    """Check at the first use of a bucket that it answers: libraries would retry for minutes.
+
+    `resolve` does so; a process that gets a path by pickle calls this function.
 
     Raises:
-      ImportError: the library for it (extra `gcs`) is not installed.
-      OSError: it does not answer, or refuses.
+      ImportError: the library for buckets (extra `gcs`) is not installed.
+      OSError: the bucket does not answer, or refuses.
     """
     if is_remote(path):
         _require_bucket("gs://" + os.fspath(path).removeprefix("gs://").partition("/")[0])
@@ -125,17 +125,19 @@ def _require_bucket(name: str) -> None:
     import fsspec
 
     options = fsspec.config.conf.setdefault("gcs", {})
-    # Others write here as well: TensorStore, and the run's other processes.
+    # No cache: TensorStore and the run's other processes change the bucket too.
     options.setdefault("use_listings_cache", False)
     options.setdefault("requests_timeout", aiohttp.ClientTimeout(total=_REQUEST_S))
-    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs it also raises
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it also raises every error that it logs
     with reporting(name):
         open_store(name, max_retries=3).read("maxmars").result(timeout=_PROBE_S)
 
 
 def open_store(directory: epath.PathLike, max_retries: int = 4) -> Any:
-    """The `tensorstore.KvStore` at a directory of a bucket; it gives up after a few seconds, and
-    with more retries after 4 s for each."""
+    """The `tensorstore.KvStore` at a directory of a bucket.
+
+    It gives up after a few seconds with 4 retries, and 4 s later for each further one.
+    """
     import tensorstore  # comes with Orbax
 
     bucket, _, path = os.fspath(directory).removeprefix("gs://").partition("/")
@@ -146,9 +148,9 @@ def open_store(directory: epath.PathLike, max_retries: int = 4) -> Any:
 
 @contextlib.contextmanager
 def reporting(path: epath.PathLike) -> Generator[None, None, None]:
-    """Raise as OSError, in one line, what libraries raise over a bucket, which is of any type.
+    """Raise OSError, in one line, for errors of any type that libraries raise over a bucket.
 
-    Over a path on a disk nothing is changed.
+    Errors over a path on a disk pass unchanged.
     """
     try:
         yield
@@ -164,8 +166,8 @@ def reporting(path: epath.PathLike) -> Generator[None, None, None]:
 
 
 def is_transient(error: BaseException, path: epath.PathLike) -> bool:
-    """Whether an error in the use of a path is the network's or the store's, and says nothing of
-    what lies there: another attempt may not meet it."""
+    """Whether an error comes from the network or the store and not from the file at `path`, so that
+    a retry may succeed."""
     if isinstance(error, TimeoutError | ConnectionError) or _TRANSIENT.search(str(error)):
         return True
     if not is_remote(path) or importlib.util.find_spec("gcsfs") is None:
@@ -177,7 +179,7 @@ def is_transient(error: BaseException, path: epath.PathLike) -> bool:
 
 @contextlib.contextmanager
 def naming(path: epath.PathLike) -> Generator[None, None, None]:
-    """Name the path in an error of the system that names none: a write does not know its file."""
+    """Name the path in system errors without one: a failed write does not name its file."""
     try:
         yield
     except OSError as error:
@@ -187,16 +189,16 @@ def naming(path: epath.PathLike) -> Generator[None, None, None]:
 
 
 def make_directory(path: epath.PathLike) -> None:
-    """Make a directory and its parents; in a bucket there are none."""
+    """Make a directory and its parents; a bucket has no directories."""
     if not is_remote(path):
         os.makedirs(path, exist_ok=True)
 
 
 def write_bytes(path: epath.PathLike, content: bytes) -> None:
-    """Write a file, which no one sees in part, and its directory if there is none.
+    """Write a file atomically, and its directory if there is none.
 
     Raises:
-      OSError: it cannot be written.
+      OSError: the file cannot be written.
     """
     if is_remote(path):
         with reporting(path):
@@ -208,9 +210,9 @@ def write_bytes(path: epath.PathLike, content: bytes) -> None:
 
 @contextlib.contextmanager
 def replacing(path: epath.PathLike) -> Generator[Path, None, None]:
-    """A path to write to; at the end of the block it replaces the file `path` on a disk.
+    """A temporary path, which replaces the file `path` on a disk at the end of the block.
 
-    An error in the block leaves the file as it was. Its directory is made if there is none.
+    An error in the block leaves `path` unchanged. The directory is made if there is none.
     """
     path = Path(path)
     make_directory(path.parent)
@@ -218,7 +220,7 @@ def replacing(path: epath.PathLike) -> Generator[Path, None, None]:
     try:
         yield temporary
         with temporary.open("rb") as file:
-            os.fsync(file.fileno())  # the name must not survive a power cut without the contents
+            os.fsync(file.fileno())  # else a power cut may leave the name without the contents
         temporary.replace(path)
     except OSError as error:
         if error.errno is None or error.filename not in (None, os.fspath(temporary)):
@@ -229,11 +231,12 @@ def replacing(path: epath.PathLike) -> Generator[Path, None, None]:
 
 
 def check_writable(path: epath.Path) -> None:
-    """Check that a file can be written, before the work whose result it is to hold; its directory
-    is made if there is none.
+    """Check that a file can be written, before the work of computing its contents.
+
+    The directory is made if there is none.
 
     Raises:
-      OSError: it cannot.
+      OSError: the file cannot be written.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
@@ -247,32 +250,32 @@ def write_text(path: epath.PathLike, text: str) -> None:
 
 
 def read_text(path: epath.PathLike) -> str | None:
-    """The text of a file; None if there is none.
+    """The text of a file; None if there is no file.
 
     Raises:
-      OSError: it cannot be read.
-      UnicodeDecodeError: it is not UTF-8.
+      OSError: the file cannot be read.
+      UnicodeDecodeError: the file is not UTF-8.
     """
     content = _read_bytes(path, _LARGEST_TEXT)
     with about(path):
         return None if content is None else content.decode()
 
 
-def _read_bytes(path: epath.PathLike, most: int | None = None) -> bytes | None:
+def _read_bytes(path: epath.PathLike, max_bytes: int | None = None) -> bytes | None:
     with reporting(path):
         try:
-            require_file(path, most)
+            require_file(path, max_bytes)
             return resolve(path).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
 
-def require_file(path: epath.PathLike, most: int | None = _LARGEST_TEXT) -> None:
-    """Check that what is read as a whole from a disk ends, as a device or a pipe may not.
+def require_file(path: epath.PathLike, max_bytes: int | None = _LARGEST_TEXT) -> None:
+    """Check that a file on a disk can be read as a whole; a device or a pipe may be endless.
 
     Raises:
-      ValueError: it is neither a regular file nor a directory, or has more than `most` bytes.
-      OSError: there is nothing.
+      ValueError: the path is neither a regular file nor a directory, or has over `max_bytes`.
+      OSError: the path does not exist.
     """
     if is_remote(path):
         return
@@ -280,12 +283,14 @@ def require_file(path: epath.PathLike, most: int | None = _LARGEST_TEXT) -> None
     with about(path):
         if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
             raise ValueError("it is no regular file; put one there.")
-        if most is not None and status.st_size > most:
-            raise ValueError(f"it has {status.st_size:,} bytes; no such file has over {most:,}.")
+        if max_bytes is not None and status.st_size > max_bytes:
+            raise ValueError(
+                f"it has {status.st_size:,} bytes; no such file has over {max_bytes:,}."
+            )
 
 
 def set_aside(path: epath.Path, why: str = "damaged") -> epath.Path:
-    """Rename what is at a path to `NAME.damaged`, or `NAME.damaged-2` and so on.
+    """Rename a file or directory to `NAME.damaged`, or `NAME.damaged-2` and so on.
 
     In a bucket this copies files.
 
@@ -303,11 +308,11 @@ def set_aside(path: epath.Path, why: str = "damaged") -> epath.Path:
 
 
 class LineFile:
-    """A file that grows by lines, after those that it has.
+    """A file to which lines are appended.
 
-    On a disk a line is there at once, and survives a crash of the process. In a bucket a thread
-    uploads the lines every `every_s` seconds, and `sync` and `close` do so at once. An upload that
-    fails is a warning, once for each reason: a run need not end for it.
+    On a disk each line is written at once, and survives a crash of the process. In a bucket a
+    thread uploads the lines every `every_s` seconds; `sync` and `close` upload at once. A failed
+    upload is a warning, once for each reason, as a run need not end for it.
     """
 
     def __init__(
@@ -316,7 +321,12 @@ class LineFile:
         may_write: Callable[[], None] = lambda: None,
         every_s: float = _UPLOAD_EVERY_S,
     ) -> None:
-        """`may_write` raises ValueError when the directory belongs to another run by now.
+        """Open the file.
+
+        Args:
+          path: of the file.
+          may_write: raises ValueError once another run owns the directory.
+          every_s: interval of uploads.
 
         Raises:
           OSError: the file cannot be written.
@@ -327,7 +337,7 @@ class LineFile:
             make_directory(self._path.parent)
             self._file = open(path, "ab+")  # noqa: SIM115
             if self._file.tell() and not _ends_with_newline(self._file):
-                self.write("")  # a kill came while the last line was being written
+                self.write("")  # ends the incomplete line that a kill left
             return
         self._lines = [(_read_bytes(path) or b"").decode(errors="replace")]
         self._uploaded, self._warned = 1, ""
@@ -346,7 +356,7 @@ class LineFile:
             self._lines.append(f"{line}\n")
 
     def sync(self) -> None:
-        """Have all lines where a kill does not reach them."""
+        """Upload all lines, if the file is in a bucket; a kill cannot lose them then."""
         if self._file is not None:
             return
         with self._uploading:
@@ -363,7 +373,7 @@ class LineFile:
                 self._warned = str(error)
 
     def close(self) -> None:
-        """Close the file; `write` must not be called after it."""
+        """Close the file; no method may be called afterwards."""
         if self._file is not None:
             with naming(self._path):
                 self._file.close()
@@ -377,6 +387,7 @@ class LineFile:
         while not self._closing.wait(pause_s):
             started = time.monotonic()
             self.sync()
+            # A file of many lines uploads slowly: at most a tenth of the time goes to uploads.
             pause_s = max(self._every_s, 10 * (time.monotonic() - started))
 
 
@@ -388,12 +399,11 @@ def _ends_with_newline(file: IO[bytes]) -> bool:
 def read_json_lines(
     path: epath.PathLike, *keys: str, parse: Callable[[dict[str, Any]], Any] = dict
 ) -> list[Any]:
-    """What `parse` makes of the JSON objects in a file of lines, those that have all of `keys`;
-    none without a file.
+    """Results of `parse` for the JSON objects with all of `keys` in a file of lines.
 
-    Other lines, and those of which it raises KeyError or TypeError, are skipped, and a warning
-    counts them, once in a process. A last line without an end was being written when the process
-    was killed, and is skipped silently.
+    The list is empty if there is no file. Other lines, and lines for which `parse` raises KeyError
+    or TypeError, are skipped; a warning counts them, once per process. An incomplete last line, as
+    a kill leaves it, is skipped silently.
     """
     *lines, _ = (_read_bytes(path) or b"").split(b"\n")
     values, damaged = [], []
@@ -410,16 +420,16 @@ def read_json_lines(
     return values
 
 
-@functools.cache  # a comparison reads its rows again and again
+@functools.cache  # warns once: a comparison reads its rows many times
 def _warn_of_damaged(path: str, count: int, first: int) -> None:
     _LOGGER.warning("%s: damaged lines skipped: %d, the first is line %d", path, count, first)
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text of a file.
+    """The value of a JSON text.
 
     Raises:
-      ValueError: it is no JSON, or nested deeper than Python reads.
+      ValueError: the text is no JSON, or nested too deeply for Python.
     """
     try:
         return json.loads(text)
@@ -431,7 +441,7 @@ def read_json(path: epath.PathLike) -> Any:
     """The value in a JSON file; None if there is no file.
 
     Raises:
-      ValueError: it is no JSON.
+      ValueError: the file is no JSON.
     """
     with about(path):
         text = read_text(path)
@@ -439,11 +449,11 @@ def read_json(path: epath.PathLike) -> Any:
 
 
 def read_json_object(path: epath.PathLike) -> dict[str, Any]:
-    """The fields of a JSON object in a file of the user's.
+    """The fields of a JSON object in a user's file.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it does not hold a JSON object.
+      ValueError: the file holds no JSON object.
     """
     with about(path):
         require_file(path)
@@ -455,7 +465,7 @@ def write_json(path: epath.PathLike, value: Any) -> None:
 
 
 def json_number(value: Any) -> int | float | str:
-    """A number for JSON, which has no non-finite ones: these as strings."""
+    """A number for JSON; non-finite numbers, which JSON lacks, become strings."""
     number = value if isinstance(value, int) else float(value)
     if math.isfinite(number):
         return number
@@ -465,7 +475,7 @@ def json_number(value: Any) -> int | float | str:
 def sha256_of(
     path: epath.PathLike, progress: Callable[[int], None] = lambda num_bytes: None
 ) -> str:
-    """SHA-256 of a file, in hex; `progress` gets the bytes of each block that is read."""
+    """SHA-256 of a file, in hex; `progress` gets the number of bytes of each block."""
     sha = hashlib.sha256()
     with resolve(path).open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -482,25 +492,25 @@ def cache_directory() -> Path:
       PermissionError: it cannot be made, as in a container whose user has no home.
     """
     caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    place = os.environ.get("MAXMARS_CACHE") or f"{caches}/maxmars"
+    name = os.environ.get("MAXMARS_CACHE") or f"{caches}/maxmars"
     try:
-        path = Path(place).expanduser()
+        path = Path(name).expanduser()
         path.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # RuntimeError: "~" of a user without a home
         raise PermissionError(
-            f"no cache for downloads and prepared data can be made at {place} "
+            f"no cache for downloads and prepared data can be made at {name} "
             f"({in_words(error)}): set MAXMARS_CACHE to a directory for them."
         ) from error
     return path
 
 
-def try_lock(file: IO[Any], path: epath.PathLike, patience_s: float = 0.0) -> bool:
+def try_lock(file: IO[Any], path: epath.PathLike, timeout_s: float = 0.0) -> bool:
     """Take the kernel's advisory lock on an open file of a disk, which ends with the process.
 
-    Waits `patience_s` for its owner. Returns whether the lock is ours; on file systems without
-    locks True, with a warning.
+    Returns whether the lock is taken within `timeout_s`; on a file system without locks True, with
+    a warning.
     """
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     try:
         while True:
             with contextlib.suppress(BlockingIOError):

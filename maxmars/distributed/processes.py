@@ -1,7 +1,8 @@
-"""Several processes as one: joining them, the primary process, barriers, agreement.
+"""Several processes as one run: joining, the primary process, barriers, agreement.
 
-In a run of one process every function here returns at once, so callers need not ask how many
-processes there are.
+In a run of one process every function here returns at once, so callers need no case for it. What
+only one process does (reading a directory, taking a lock), it does in `text_from_primary`: then the
+others get the result, or fail with it, instead of waiting in a collective for ever.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from jax.experimental import multihost_utils
 from maxmars.config.errors import EXTERNAL_ERRORS, in_words, pip_install
 
 _LOGGER = logging.getLogger(__name__)
-_HEARTBEAT_TIMEOUT_S = 60  # JAX counts a process that is silent for so long as lost, and aborts
-_SHUTDOWN_TIMEOUT_S = 60  # between the first process that ends and the last
+_HEARTBEAT_TIMEOUT_S = 60  # silence after which JAX takes a process for lost, and aborts
+_SHUTDOWN_TIMEOUT_S = 60  # between the end of the first process and of the last
 _PREEMPTION_SERVICE = "jax_enable_preemption_service"
 _FLAGS = "--coordinator, --num-processes and --process-id"
 
@@ -35,15 +36,15 @@ def initialize(
     *,
     timeout_s: float = 300.0,
 ) -> str | None:
-    """Join the processes of one run; call it before anything else asks JAX for its devices.
+    """Join the processes of one run; to be called before any other use of JAX's devices.
 
-    With no arguments JAX asks the cluster: TPU pods and slices, SLURM, Open MPI, and Kubernetes
-    where JAX's extra `k8s` is installed. Without a cluster, and with `num_processes=1` alone, the
-    run is this process alone. JAX aborts a process (exit code 134) whose peers do not come in time.
+    Without arguments JAX detects the cluster: TPU pods and slices, SLURM, Open MPI, and Kubernetes
+    if JAX's extra `k8s` is installed. Without a cluster, or with `num_processes=1` alone, the run
+    is this process alone. JAX aborts a process (exit code 134) whose peers do not join in time.
 
-    JAX's coordinator in process 0 obeys whoever reaches its port. So it listens at the address of
-    `coordinator` alone where that is this machine's, and at 127.0.0.1 in a SLURM step of one node;
-    else at JAX_COORDINATOR_BIND_ADDRESS, by default on every interface.
+    JAX's coordinator in process 0 has no authentication. So it listens only at the address of
+    `coordinator` if that is this machine's, and at 127.0.0.1 in a SLURM step of one node; else at
+    JAX_COORDINATOR_BIND_ADDRESS, by default on every interface.
 
     Args:
       coordinator: `host:port` of process 0, reachable from every process.
@@ -52,11 +53,11 @@ def initialize(
       timeout_s: seconds to wait for all processes.
 
     Returns:
-      What the primary process is to warn of: that it listens on every interface; else None.
+      A warning for the primary process if it listens on every interface; else None.
 
     Raises:
-      ValueError: some arguments are given and others are not, or one is out of range; or JAX is not
-        to tell the processes of SIGTERM.
+      ValueError: only some arguments are given, or one is out of range; or the environment turns
+        off JAX's preemption service.
       OSError: the processes cannot meet, for example because the port is taken.
     """
     given = {"coordinator": coordinator, "num_processes": num_processes, "process_id": process_id}
@@ -79,7 +80,7 @@ def initialize(
     else:
         coordinator = _coordinator_on_this_node()
     bind_address = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-    if bind_address is None and coordinator is not None and is_first(process_id):
+    if bind_address is None and coordinator is not None and is_process_zero(process_id):
         bind_address = _bind_address(coordinator)
     try:
         jax.distributed.initialize(
@@ -119,26 +120,26 @@ def initialize(
 
 
 def check_accelerators() -> None:
-    """Check, after `initialize`, that JAX uses the accelerators that this process was given.
+    """Check, after `initialize`, that JAX uses the accelerators of this process.
 
-    Without JAX_PLATFORMS, JAX takes the CPU where it finds no plugin, driver or free device.
+    Without JAX_PLATFORMS, JAX falls back to the CPU if a plugin, driver or free device is missing.
 
     Raises:
-      OSError: JAX cannot use what JAX_PLATFORMS names, or has only CPUs where SLURM gave GPUs.
+      OSError: JAX cannot use the platform of JAX_PLATFORMS, or has only CPUs where SLURM gave GPUs.
     """
-    asked = os.environ.get("JAX_PLATFORMS", "")
+    platforms = os.environ.get("JAX_PLATFORMS", "")
     try:
         has_only_cpus = jax.default_backend() == "cpu"
     except (RuntimeError, AssertionError) as error:  # the second where there is no NVIDIA GPU
         reason = next(iter(str(error).splitlines()), "there is no such device")
-        raise OSError(f"JAX has no device of JAX_PLATFORMS={asked}: {reason}") from error
-    if has_only_cpus and asked.partition(",")[0] not in ("", "cpu"):
+        raise OSError(f"JAX has no device of JAX_PLATFORMS={platforms}: {reason}") from error
+    if has_only_cpus and platforms.partition(",")[0] not in ("", "cpu"):
         raise OSError(
-            f"JAX_PLATFORMS={asked}, and JAX finds only CPUs here; see whether `nvidia-smi` lists "
-            "GPUs, or set JAX_PLATFORMS=cpu."
+            f"JAX_PLATFORMS={platforms}, and JAX finds only CPUs here; see whether `nvidia-smi` "
+            "lists GPUs, or set JAX_PLATFORMS=cpu."
         )
     gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    if has_only_cpus and not asked and gpus != "0":
+    if has_only_cpus and not platforms and gpus != "0":
         raise OSError(
             f"SLURM gave this step GPUs (SLURM_GPUS_ON_NODE={gpus}), and JAX would train on CPUs: "
             f"see whether `nvidia-smi` lists them; {pip_install('cuda')} installs CUDA's JAX. "
@@ -146,34 +147,34 @@ def check_accelerators() -> None:
         )
 
 
-def is_first(process_id: int | None) -> bool | None:
-    """Whether this is process 0, before it has met the others: by `process_id`, or by what SLURM,
-    Open MPI or the TPU slices of GKE tell it. None where only JAX can find out."""
+def is_process_zero(process_id: int | None) -> bool | None:
+    """Whether this is process 0, before it has met the others: by `process_id`, or by variables of
+    SLURM, Open MPI or GKE's TPU slices. None if only JAX can find out."""
     if process_id is not None:
         return process_id == 0
     for name in ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "TPU_WORKER_ID"):
-        if name in os.environ:  # the last counts within a slice
+        if name in os.environ:  # TPU_WORKER_ID counts within a slice; the others have no slices
             return os.environ[name] == os.environ.get("MEGASCALE_SLICE_ID", "0") == "0"
     return None
 
 
 def _coordinator_on_this_node() -> str | None:
-    """The coordinator of a SLURM step of one node, for which JAX would take the node's name."""
+    """The coordinator of a SLURM step of one node, at 127.0.0.1 instead of the node's name."""
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     if not tasks.isdecimal() or "JAX_COORDINATOR_ADDRESS" in os.environ:
         return None
-    jaxs = 61440 + int(os.environ["SLURM_JOB_ID"]) % 4096  # the port that JAX takes
-    return f"127.0.0.1:{os.environ.get('JAX_COORDINATOR_PORT', jaxs)}"
+    port = 61440 + int(os.environ["SLURM_JOB_ID"]) % 4096  # JAX's own choice
+    return f"127.0.0.1:{os.environ.get('JAX_COORDINATOR_PORT', port)}"
 
 
 def _bind_address(coordinator: str) -> str | None:
-    """`coordinator` where its host surely is this machine; None for every interface.
+    """`coordinator` if its host surely is this machine; None for every interface.
 
     Raises:
       OSError: process 0 cannot listen there; jaxlib 0.10 crashes at a port that is taken.
     """
     host, _, port = coordinator.rpartition(":")
-    own = _own_addresses(host.strip("[]"))  # of an IPv6 address
+    own = _own_addresses(host.strip("[]"))  # IPv6 addresses have brackets
     try:
         for address, family in (own or {"": socket.AF_INET}).items():
             socket.create_server((address, int(port)), family=family).close()
@@ -186,7 +187,7 @@ def _bind_address(coordinator: str) -> str | None:
 
 
 def _own_addresses(host: str) -> dict[str, socket.AddressFamily]:
-    """The addresses of a host and their families; none where one may not be this machine's."""
+    """The addresses of a host and their families; empty if one may not be this machine's."""
     own: dict[str, socket.AddressFamily] = {}
     try:
         for family, _, _, _, (address, *_) in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
@@ -196,16 +197,15 @@ def _own_addresses(host: str) -> dict[str, socket.AddressFamily]:
                 return {}
             socket.create_server((address, 0), family=family).close()
             own[str(address)] = family
-    except OSError:  # a name that is not known yet, or an address that is not here
+    except OSError:  # a name that DNS does not know yet, or another machine's address
         return {}
     return own
 
 
 def _local_device_ids() -> list[int] | None:
     """`[]` for all devices that the process sees; None for JAX's own choice."""
-    # In SLURM JAX gives each process one device, that of its number on the node. That is right for
-    # several processes on a node that all see its devices. It is wrong for a process that is alone
-    # on its node, and where SLURM has given each process devices of its own.
+    # In SLURM JAX gives process i of a node device i. That is wrong for a process that is alone on
+    # its node, and where SLURM has given each process devices of its own.
     tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE")  # such as 8(x2),4
     if tasks is None or "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
@@ -221,7 +221,7 @@ def shutdown() -> None:
 
 
 def is_primary() -> bool:
-    """Whether this is process 0, which alone prints, and writes and tidies the shared files."""
+    """Whether this is process 0, which alone prints and changes shared files."""
     return jax.process_index() == 0
 
 
@@ -232,13 +232,13 @@ def warn_once(text: str | None) -> None:
 
 
 def barrier(name: str) -> None:
-    """Wait until every process has come to the barrier of this name."""
+    """Wait until every process has reached the barrier of this name."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def all_processes(ok: bool) -> bool:
-    """Whether `ok` holds in every process; all must ask, and all get the same answer."""
+    """Whether `ok` is True in every process; all must call, and all get the same answer."""
     if jax.process_count() == 1:
         return ok
     return bool(np.all(multihost_utils.process_allgather(np.array(ok))))
@@ -258,10 +258,12 @@ def from_primary(value: Any) -> Any:
 
 
 def text_from_primary(read: Callable[[], str | None]) -> str | None:
-    """What `read` returns in the primary process, which alone calls it; all processes must call.
+    """The result of `read` in the primary process, for all processes; all must call.
+
+    Only the primary process calls `read`.
 
     Raises:
-      ValueError: `read` failed; the primary process raises the error itself.
+      ValueError: `read` failed in the primary process, which itself raises the original error.
     """
     text, failure = None, None
     if is_primary():
@@ -275,15 +277,17 @@ def text_from_primary(read: Callable[[], str | None]) -> str | None:
     return text
 
 
-def first_other(text: str) -> tuple[int, str, str] | None:
-    """The first process whose text is not that of process 0, its text, and that of process 0; None
-    if all have the same. All processes must call, and all get the same answer."""
+def first_mismatch(text: str) -> tuple[int, str, str] | None:
+    """The first process whose text differs from that of process 0, with both texts.
+
+    None if all are equal. All processes must call, and all get the same answer.
+    """
     first, *others = texts_of_all(text)
     return next(((i, other, first) for i, other in enumerate(others, 1) if other != first), None)
 
 
 def texts_of_all(text: str) -> list[str]:
-    """The texts of all processes, in their order; all processes must call. For short texts."""
+    """The short texts of all processes, in order of processes; all processes must call."""
     if jax.process_count() == 1:
         return [text]
     content = text.encode()

@@ -1,7 +1,8 @@
-"""How a command shows where it is, and the log that each process of a run keeps.
+"""Progress of a command on the terminal, and the log of each process of a run.
 
-Only the primary process prints. Where another process stands, or what it failed with, is in
-`<workdir>/logs/host_<process>.log`.
+Only the primary process prints; every process writes its progress and its error to
+`<workdir>/logs/host_<process>.log`. On a terminal rich draws one live row; elsewhere (SLURM's
+files, pipes, notebooks) lines with the time come every 10 to 60 seconds.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ class _Warnings(logging.Handler):
         self._show = show
 
     def emit(self, record: logging.LogRecord) -> None:
-        with contextlib.suppress(OSError):  # of a full disk: a warning must not stop a run
+        with contextlib.suppress(OSError):  # a full disk: a warning must not stop a run
             self._show(record.getMessage())
 
 
 class _Time(rich.progress.ProgressColumn):
-    """Time left of a task whose parts are counted, time so far of another one."""
+    """Time left of a task with a total, elapsed time of a task without."""
 
     def render(self, task: rich.progress.Task) -> rich.text.Text:
         return rich.text.Text(_time_of(task))
@@ -60,10 +61,9 @@ def _time_of(task: rich.progress.Task) -> str:
 class Progress(contextlib.AbstractContextManager["Progress"]):
     """Progress of one task after another.
 
-    On a terminal it is rich's live row with a bar, which goes away at the end; above it stay the
-    lines to keep. Elsewhere it is a line with the time every 10 seconds, in a long run every
-    minute, besides the lines to keep. Notebooks are no terminals. Within its `with` block the
-    warnings that maxmars logs, such as of a damaged checkpoint, are lines like the others.
+    On a terminal, rich's live row with a bar, which disappears at the end; permanent lines stand
+    above. Elsewhere, permanent lines, and between them a line with the time every 10 seconds, in a
+    long run every minute. Within the `with` block, warnings that maxmars logs are permanent lines.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         """Show progress on `console`.
 
         Args:
-          stderr: print to standard error, where the output of the command is for other programs; a
-            task of less than two seconds shows nothing.
+          stderr: print to standard error, for a command whose output is for other programs; nothing
+            is shown in the first two seconds.
           quiet: print no lines; on a terminal show only the live row.
-          console: instead of standard output or error.
-          clock: in seconds.
+          console: replaces standard output or error.
+          clock: returns seconds.
         """
         self._console = console or rich.console.Console(
             stderr=stderr,
@@ -92,7 +92,8 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._clock, self._start = clock, clock()
         self._stderr, self._quiet = stderr, quiet
         self._last_line: float | None = None
-        jax = sys.modules.get("jax")  # asking it more would start its devices, or load it
+        # `process_index` alone would start JAX's devices, and an import would load JAX.
+        jax = sys.modules.get("jax")
         self._is_primary = (
             jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
         )
@@ -100,7 +101,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             self._is_primary and self._console.is_terminal and not self._console.is_dumb_terminal
         )
         self._rows = rich.progress.Progress(
-            rich.progress.BarColumn(bar_width=20),  # narrower where the text needs the place
+            rich.progress.BarColumn(bar_width=20),
             rich.progress.TextColumn("{task.description}", markup=False),
             _Time(rich.table.Column(no_wrap=True)),
             console=self._console,
@@ -122,7 +123,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         return self._clock() - self._start
 
     def copy_to(self, write: Callable[[str], None]) -> None:
-        """In every process, give each line so far and from now on to `write` as well."""
+        """Give all earlier and later lines to `write` as well, in every process."""
         for text in self._early:
             write(text)
         self._copy = write
@@ -130,14 +131,14 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
     def update(
         self, text: str, done: int = 0, total: int | None = None, *, keep: bool = False
     ) -> None:
-        """Show how far the task is.
+        """Show the progress of the task.
 
         Args:
-          text: what to show.
-          done: number of parts that are done, such as steps; a smaller one than before, or another
-            `total`, begins another task.
-          total: number of all parts; None where they are not counted.
-          keep: print this line also where the next one would soon take its place.
+          text: description of the task and its state.
+          done: number of finished parts, such as steps. A smaller number than before, or another
+            `total`, begins a new task.
+          total: number of all parts; None if they are not counted.
+          keep: print this line permanently.
         """
         task = self._task
         if task is None or total != task.total or done < task.completed:
@@ -145,7 +146,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
                 self._rows.remove_task(task.id)
             self._rows.add_task(text, total=total, completed=done)
             task = self._task = self._rows.tasks[-1]
-            self._rows.advance(task.id, 0)  # the pace is reckoned from here
+            self._rows.advance(task.id, 0)  # start of the speed: parts done before do not count
         self._rows.update(task.id, description=text, completed=done)
         if self._stderr and self.elapsed_s < _DELAY_S:
             return
@@ -155,14 +156,16 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     @contextlib.contextmanager
     def waiting(self, text: str) -> Generator[None]:
-        """Show `text` if the block, which may be one long call such as a compilation, takes more
-        than two seconds; on a terminal with the seconds so far."""
+        """Show `text`, on a terminal with the elapsed time, if the block takes over two seconds.
+
+        A timer does so, as the block may be one long call such as a compilation.
+        """
         row = self._rows.add_task(text, total=None, visible=False)
 
         def show() -> None:
             self._rows.update(row, visible=True)
-            self._last_line = None  # a line is due, however soon after another one
-            with contextlib.suppress(OSError):  # of a full disk
+            self._last_line = None  # makes a line due
+            with contextlib.suppress(OSError):
                 self._show(text)
 
         timer = threading.Timer(_DELAY_S, show)
@@ -173,7 +176,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         finally:
             timer.cancel()
             timer.join()
-            self._rows.remove_task(row)  # while live: the next start goes up over the last height
+            self._rows.remove_task(row)  # while live: rich's next start moves up by the last height
             self.close()
 
     def message(self, text: str) -> None:
@@ -182,13 +185,13 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         self._print(text)
 
     def close(self) -> None:
-        """Take the live row away."""
+        """Remove the live row."""
         if self._is_live:
             self._rows.stop()
 
     def __enter__(self) -> Progress:
         self._handlers, self._propagates = _LOGGER.handlers[:], _LOGGER.propagate
-        if not self._quiet:  # else who printed them goes on, as this prints no lines
+        if not self._quiet:  # a quiet `Progress` prints no lines, so other handlers must
             _LOGGER.handlers.clear()
             _LOGGER.propagate = False
         _LOGGER.addHandler(self._warnings)
@@ -199,7 +202,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         _LOGGER.handlers[:], _LOGGER.propagate = self._handlers, self._propagates
 
     def _show(self, line: str, *, keep: bool = False) -> None:
-        """Show the live rows, or where there are none now and then the line."""
+        """Show the live rows; without them, print the line if one is due."""
         now, every = self._clock(), min(max(10.0, self.elapsed_s / 100), 60.0)
         if keep or self._last_line is None or now - self._last_line >= every:
             self._last_line = now
@@ -230,18 +233,18 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
 @contextlib.contextmanager
 def loading_jax(*, stderr: bool = False) -> Generator[None]:
-    """Say on a terminal that the block imports what loads JAX, which takes seconds; Ctrl-C then
-    ends the process at once. For `stderr` see `Progress`."""
+    """Show on a terminal that the block loads JAX, which takes seconds; Ctrl-C in it ends the
+    process at once. For `stderr` see `Progress`."""
     progress = Progress(stderr=stderr, quiet=True)
     with leaving_at_once(), progress, progress.waiting("loading JAX"):
         yield
 
 
 class HostLog(contextlib.AbstractContextManager["HostLog"]):
-    """Appends lines with the time; an error that leaves the `with` block is written as well.
+    """Log of one process: lines with the time, and an error that leaves the `with` block.
 
-    Within the block the log also gets the errors that Python can raise nowhere. After a save that
-    failed each write that was under way has one, in a thread of TensorStore.
+    Within the block the log also gets unraisable errors, such as those of TensorStore's threads
+    after a failed save.
     """
 
     def __init__(
@@ -272,5 +275,5 @@ class HostLog(contextlib.AbstractContextManager["HostLog"]):
 
     def _write_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
         if unraisable.exc_value is not None:
-            with contextlib.suppress(OSError):  # of a full disk
+            with contextlib.suppress(OSError):
                 self.write("".join(traceback.format_exception(unraisable.exc_value)).rstrip())

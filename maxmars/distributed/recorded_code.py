@@ -1,8 +1,8 @@
-"""The one rule for code that a record names: which text of a user's own function runs.
+"""The one rule for code that a record names.
 
-Only the copy that the run keeps in its `sources/`, and only if that copy has the SHA-256 that was
-recorded; of installed packages only optax, which `Source.load` looks at. The rule covers the
-files that the record names, and what these import from their own folders.
+A user's function runs only from the copy of its file in the run's `sources/`, and only if that copy
+has the recorded SHA-256. Of installed packages only optax may be named (`Source.load`). The rule
+covers the files that the record names, and what these import from their own folders.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Part = TypeVar("Part")
 
 
 def recorded_code(part: Part, run: epath.Path, folder: str) -> Part:
-    """A part of a run's config, with each function in the copy of its file that the run keeps.
+    """A part of a run's config in which each function comes from the run's copy of its file.
 
     Args:
-      part: such as `config.model`; one that names no function stays as it is.
+      part: such as `config.model`; a part without functions is returned unchanged.
       run: the working directory.
-      folder: where the run keeps the files of this part, see `distributed.workdir.KEPT_SOURCES`.
+      folder: the folder of this part's copies there, see `distributed.workdir.KEPT_SOURCES`.
 
     Raises:
       ValueError: a copy is missing, or has another SHA-256 than the recorded one.
@@ -35,46 +35,45 @@ def recorded_code(part: Part, run: epath.Path, folder: str) -> Part:
         "put that file back there, or train with the file as it is now: `maxmars train CONFIG "
         f"--init-from {run}`"
     )
-    return with_sources(part, lambda source: recorded_copy(source, run, folder, way_out))
+    return with_sources(part, lambda function: recorded_copy(function, run, folder, way_out))
 
 
-def keep_code(source: Source, run: epath.PathLike, folder: str) -> None:
-    """Copy the files of a function to where `recorded_copy` finds them: one file into `folder`,
-    several into a folder of their own there, where nothing else can be imported."""
-    files = source.files()
-    place = epath.Path(run) / folder
-    place = place if len(files) == 1 else place / _short(source)
+def keep_code(function: Source, run: epath.PathLike, folder: str) -> None:
+    """Copy the files of a function into `folder` of a run, for `recorded_copy`."""
+    files = function.files()
+    directory = epath.Path(run) / folder
+    # Several files get a folder of their own, so that they can import only each other.
+    directory = directory if len(files) == 1 else directory / _short(function)
     for name, text in files.items():
-        write_bytes(place / name, text)
+        write_bytes(directory / name, text)
 
 
-def _short(source: Source) -> str:
-    return (source.sha256 or "none")[:16]
+def _short(function: Source) -> str:
+    return (function.sha256 or "none")[:16]
 
 
-def recorded_copy(source: Source, run: epath.PathLike, folder: str, way_out: str) -> Source:
-    """A function in the copy of its file that `run` keeps in `folder`; for a bucket, in a copy of
-    that on the disk.
+def recorded_copy(function: Source, run: epath.PathLike, folder: str, way_out: str) -> Source:
+    """A function from the copy of its file in `folder` of a run, which may run.
 
     Raises:
       ValueError: the copy is missing, lies outside of `run` by a link, or has another SHA-256 than
-        `source`. The message ends with `way_out`.
+        `function`. The message ends with `way_out`.
     """
-    place, name = epath.Path(run) / folder, Path(source.file).name
-    kept = place / _short(source) / name
-    kept = kept if kept.is_file() else place / name
-    is_inside = is_remote(kept) or Path(kept).resolve().is_relative_to(Path(run).resolve())
-    files = files_of(kept) if is_inside and kept.is_file() else {}
+    directory, name = epath.Path(run) / folder, Path(function.file).name
+    copy = directory / _short(function) / name
+    copy = copy if copy.is_file() else directory / name
+    is_inside = is_remote(copy) or Path(copy).resolve().is_relative_to(Path(run).resolve())
+    files = files_of(copy) if is_inside and copy.is_file() else {}
     sha256 = digest_of(files)
-    if sha256 != source.sha256:
-        found = f"has the SHA-256 {sha256[:16]}" if kept.is_file() else "is missing"
-        found = found if is_inside else "is a link to elsewhere"
+    if sha256 != function.sha256:
+        fault = f"has the SHA-256 {sha256[:16]}" if copy.is_file() else "is missing"
+        fault = fault if is_inside else "is a link to elsewhere"
         raise ValueError(
-            f"{kept} {found}, and the record says {_short(source)}: code that a record names runs "
-            f"only as it was recorded; {way_out}."
+            f"{copy} {fault}, and the record says {_short(function)}: code that a record names "
+            f"runs only as it was recorded; {way_out}."
         )
-    if is_remote(kept):
-        kept = epath.Path(cache_directory()) / "sources" / sha256 / kept.name
+    if is_remote(copy):  # Python imports from a disk alone
+        copy = epath.Path(cache_directory()) / "sources" / sha256 / copy.name
         for name, text in files.items():
-            write_bytes(kept.parent / name, text)
-    return dataclasses.replace(source, file=str(kept), is_recorded=False)
+            write_bytes(copy.parent / name, text)
+    return dataclasses.replace(function, file=str(copy), is_recorded=False)

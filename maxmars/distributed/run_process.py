@@ -1,20 +1,20 @@
-"""One process of a run: how it joins the others, is asked to stop, hangs, loses one of them, ends.
+"""One process of a run: joining the others, requests to stop, hangs, lost peers, the exit code.
 
 The command makes a `RunProcess` before it loads JAX, which takes seconds, and hands it to `train`;
-so what needs JAX or files is imported late. `README.md` has the exit codes. What a signal does
-depends on how far the process is:
+so this module imports JAX and files late. `README.md` has the exit codes. The effect of a signal
+depends on the phase:
 
     starting   `join` counts the start and meets the others, `train` opens the run;
                a signal ends the process at once with 75: there is nothing to save
     training   from `started` on; a signal finishes the step, saves, and ends with 75
 
-A process of several that fails by an error of its own ends with 78 (see `cli`), so that launchers
-know it from those that have only lost it, which end with 75.
+A process that fails by an error of its own ends with 78 (see `cli`); processes that have only lost
+this peer end with 75. So launchers know which exit to report.
 
-**Starts that come to nothing.** Launchers start a run again whose machine was taken away or whose
-processes lost each other. Process 0 counts in `<workdir>/starts.json` the starts in a row that
-saved fewer than `_FEWEST_STEPS` steps, and refuses to begin after `_MOST_STARTS` of them: an error
-of its own, which ends the restarts. The same command, given again by a person, counts anew.
+**Failed starts.** Launchers restart a run after a preemption or a lost peer. Process 0 counts in
+`<workdir>/starts.json` the starts in a row that saved fewer than `_FEWEST_STEPS` steps. After
+`_MOST_STARTS` of them it refuses to begin, with an error of its own, which ends the restarts. The
+same command, given again by a person, counts anew.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from maxmars.distributed.workdir import LOGS, STARTS
 _MOST_STARTS = 10
 _FEWEST_STEPS = 10
 _LONGEST_PAUSE_S = 60.0  # shorter than the other processes wait for this one
-_OTHERS_S = 5.0  # the other processes show their stacks before they lose this one
+_STACKS_S = 5.0  # time for the other processes to show their stacks before they lose this one
 _LOST_PEER = re.compile(
     r"\bgloo\b|\bnccl\b|coordination.?service|\bbarrier\b|\bheartbeat\b|remote process exited", re.I
 )
-_PATH = re.compile(r"(?<![\w.])(gs:/)?/\S+")  # may have such a word in its name
+_PATH = re.compile(r"(?<![\w.])(gs:/)?/\S+")  # removed first: a path may contain such a word
 
 
 class StopRequestedError(Exception):
-    """A request to stop, in the middle of what can be given up."""
+    """A request to stop, raised where the work under way can be given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,50 +56,48 @@ class _Starts:
     """The contents of `starts.json`."""
 
     job: str | None
-    """The job of SLURM, which is the same when it is queued again; None elsewhere."""
+    """SLURM's job, which keeps its number when it is requeued; None without SLURM."""
     start: str | None = None
     """Identifier of the last start."""
     step: int = 0
-    """Step of the newest checkpoint when that start began."""
+    """Step of the newest checkpoint at the last start."""
     count: int = 0
-    """Starts in a row, with that one, that came to nothing so far."""
+    """Failed starts in a row, the last one included until it has saved enough steps."""
     stopped: bool = False
-    """Whether that start ended on request."""
+    """Whether the last start ended on request."""
 
 
 class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
     """One process of a run, inside a `with` block.
 
-    Python allows handlers of signals in the main thread alone; in another one signals act as they
-    always do.
+    Python allows signal handlers in the main thread alone; in another thread none are installed.
 
     Args:
-      command: the command line, which the journal records. None is a program that calls `train`:
-        until `started`, signals do there what the program says.
-      pause_s: how long a start waits after two that came to nothing; twice as long after each more.
+      command: the command line, which the journal records. None for a program that calls `train`:
+        its own signal handlers stay until `started`.
+      pause_s: wait of a start after two failed ones; it doubles with each further one.
     """
 
-    _questions: ClassVar[Iterator[int]] = itertools.count(1)  # that this process has asked JAX
+    _sync_points: ClassVar[Iterator[int]] = itertools.count(1)  # see `stop_due`
 
     def __init__(self, command: str | None = None, pause_s: float = 5.0) -> None:
         self.command = command
         self._pause_s = pause_s
         self._is_training = self._requested = self._agreed = self._has_met = False
         self._previous: dict[int, Any] = {}  # handlers of signals
-        self._wakeup: tuple[int, int] | None = None  # what signals write to, and did before
+        self._wakeup: tuple[int, int] | None = None  # wakeup descriptor, and the one before
         self._start: tuple[Any, str | None] | None = None  # workdir and identifier, once counted
         self._starts: _Starts | None = None  # the record, in the process that counts
-        self._made: list[Any] = []  # directories that the record needed
+        self._made_directories: list[Any] = []  # directories that the record needed
         self._lock = threading.RLock()  # a signal ends a start from another thread
 
     def __enter__(self) -> RunProcess:
         self._has_met = is_one_of_several()
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and self.command is not None:  # a program keeps its own handlers meanwhile
-            self._take_signals()
+        if is_main and self.command is not None:
+            self._install_handlers()
             # A thread waits for signals while the run starts: the main thread runs handlers only
-            # between two lines of Python, and a compilation or the wait for others may take
-            # minutes.
+            # between two instructions of Python, and a compilation may take minutes.
             read, write = os.pipe()
             os.set_blocking(write, False)
             self._wakeup = write, signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -134,22 +132,19 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
 
         Args:
           workdir: `epath.Path` of the directory of the run.
-          newest_step: gives the step of its newest checkpoint, 0 without one; None while another
-            start owns it, whose files this one leaves alone.
-          coordinator: this and the next three as in `processes.initialize`.
-          num_processes: as above.
-          process_id: as above.
-          timeout_s: as above.
-          log: gets a line where this start waits.
+          newest_step: returns the step of the newest checkpoint, 0 without one; or None while
+            another start owns the directory, so that this one must not touch its files.
+          coordinator, num_processes, process_id, timeout_s: see `processes.initialize`.
+          log: called with a line if this start waits.
 
         Raises:
-          ValueError: too many starts in a row came to nothing; every process raises. Or see
-            `processes.initialize` and `processes.check_accelerators`, as for other types.
+          ValueError: too many starts in a row failed; every process raises.
+          ValueError, OSError: see `processes.initialize` and `processes.check_accelerators`.
         """
         from maxmars.distributed import processes
 
-        is_first = processes.is_first(process_id)
-        if is_first:
+        is_process_zero = processes.is_process_zero(process_id)
+        if is_process_zero:
             self._count_start(workdir, newest_step, log)  # before the others are met
         open_port = processes.initialize(
             coordinator, num_processes, process_id, timeout_s=timeout_s
@@ -157,13 +152,13 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         processes.check_accelerators()
         self._has_met = True
 
-        def judge() -> str | None:
-            if not is_first:
+        def check_starts() -> str | None:
+            if not is_process_zero:
                 self._count_start(workdir, newest_step, log)
             self._refuse_more_starts()
             return None if self._starts is None else self._starts.start
 
-        start = processes.text_from_primary(judge)
+        start = processes.text_from_primary(check_starts)
         if start is not None:
             self._start = workdir, start
         processes.warn_once(open_port)
@@ -178,7 +173,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         count = 0 if newest >= before.step + _FEWEST_STEPS else before.count
         self._start = workdir, before.start
         self._starts = dataclasses.replace(before, step=newest, count=count)
-        if count > _MOST_STARTS:  # the last start would have refused, but the others never came
+        if count > _MOST_STARTS:  # the last start never met the others, so it could not refuse
             self._refuse_more_starts()
         if count >= 2 and not before.stopped:
             pause_s = min(self._pause_s * 2 ** (count - 2), _LONGEST_PAUSE_S)
@@ -188,7 +183,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         self._write_starts(start=self._start[1], count=count + 1, stopped=False)
 
     def _refuse_more_starts(self) -> None:
-        """Raise a ValueError after too many starts that came to nothing; the next is the first."""
+        """Raise ValueError after too many failed starts; the next start counts as the first."""
         if self._start is None or self._starts is None or self._starts.count <= _MOST_STARTS:
             return
         workdir = self._start[0]
@@ -209,11 +204,11 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
             self._starts = dataclasses.replace(self._starts, **changes)
             if not is_remote(workdir):
                 directories = (workdir, *workdir.parents)
-                self._made += [path for path in directories if not path.exists()]
+                self._made_directories += [path for path in directories if not path.exists()]
             write_json(workdir / STARTS, dataclasses.asdict(self._starts))
 
     def _forget_starts(self) -> None:
-        """Let the next start be the first; of the record of another start nothing is touched."""
+        """Remove the record, unless another start wrote it: the next start counts as the first."""
         with self._lock:
             if self._start is None:
                 return
@@ -223,33 +218,32 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
             with contextlib.suppress(OSError), reporting(workdir):
                 if _read_starts(workdir).start == start:
                     (workdir / STARTS).unlink(missing_ok=True)
-                for path in self._made:  # nothing is to be left of a run that was refused
+                for path in self._made_directories:  # a refused run leaves nothing behind
                     os.rmdir(path)
 
     # --- requests to stop ------------------------------------------------------------------------
 
     def started(self) -> None:
-        """Let a signal be a request to stop from here on, no end at once."""
+        """Let a signal request a stop from here on, instead of an immediate end."""
         self._is_training = True
         self._close_wakeup()
         if signal.SIGINT not in self._previous:
-            self._take_signals()
-            self._take(signal.SIGINT, self._interrupt)
+            self._install_handlers()
+            self._install(signal.SIGINT, self._interrupt)
 
     def stop_due(self) -> bool:
-        """Whether to stop now.
+        """Whether to stop now; all processes must call, at the same places and equally often.
 
-        All processes ask at the same places, after steps and between the batches of evaluations,
-        and equally often. Whichever was signalled, all get the same answer to the same question.
+        All get the same answer at the same call, whichever of them got the signal.
         """
         if not is_one_of_several():
             return self._requested
         from jax.experimental import multihost_utils
 
         if not self._agreed:
-            # After a signal JAX names the first number that no process has asked for, and is silent
-            # about all others. So they count their questions.
-            number = next(RunProcess._questions)
+            # After a signal JAX chooses the first number that no process has passed, and returns
+            # True for it alone. So every call has the next number.
+            number = next(RunProcess._sync_points)
             self._agreed = multihost_utils.reached_preemption_sync_point(number)
         return self._agreed
 
@@ -259,7 +253,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
             raise StopRequestedError
 
     def request_stop(self) -> None:
-        """Ask for an end as a signal does; any thread of any process may."""
+        """Request a stop as a signal does; any thread of any process may call."""
         self._requested = True
         if is_one_of_several():
             os.kill(os.getpid(), signal.SIGTERM)  # JAX's handler tells the other processes
@@ -275,13 +269,13 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         os.write(2, b"\nstopping after this step; Ctrl-C again leaves at once\n")
         self.request_stop()
 
-    def _take_signals(self) -> None:
+    def _install_handlers(self) -> None:
         for number in stop_signals():
-            # Of several processes JAX has a handler of SIGTERM, which tells the others.
+            # With several processes, SIGTERM stays with JAX's handler, which tells the others.
             if number != signal.SIGTERM or not is_one_of_several():
-                self._take(number, self._terminate)
+                self._install(number, self._terminate)
 
-    def _take(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+    def _install(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
         if threading.current_thread() is threading.main_thread() and number not in self._previous:
             self._previous[number] = signal.signal(number, handler)
 
@@ -289,12 +283,12 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         if self._wakeup is not None:
             (write, before), self._wakeup = self._wakeup, None
             signal.set_wakeup_fd(before)
-            os.close(write)  # which ends the thread
+            os.close(write)  # ends the thread of `_end_start`
 
     # --- how it ends -----------------------------------------------------------------------------
 
     def end(self, *, done: bool) -> int:
-        """Record how the run ended, all steps done or stopped on request; returns the exit code."""
+        """Record the end of the run, `done` or stopped on request; returns the exit code."""
         if done:
             self._forget_starts()
             return 0
@@ -302,7 +296,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         return EXIT_CODE
 
     def _end_start(self, read: int) -> None:
-        """End the process at a signal that comes before `started`."""
+        """End the process at a signal before `started`; runs in a thread of its own."""
         while number := os.read(read, 1):
             if number[0] in self._previous:
                 self._write_starts(stopped=True)
@@ -315,9 +309,9 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
 
     @contextlib.contextmanager
     def ending_if_peer_is_lost(self) -> Iterator[None]:
-        """End the process where an error in this block is that another process is gone.
+        """End the process if an error in this block means that a peer is lost.
 
-        To be entered after everything whose exit would wait for the lost process.
+        Enter it last, inside of every context whose exit would wait for the lost peer.
         """
         try:
             yield
@@ -326,8 +320,8 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
             raise
 
     def _end_if_peer_is_lost(self, error: BaseException) -> None:
-        """End the process if an error is that another process of the run is gone."""
-        # Before all have met, an error is of the meeting, or of this process's devices.
+        """End the process if an error means that another process of the run is gone."""
+        # Before all have met, a similar error comes from `initialize`, or from the devices.
         if not self._has_met or not is_one_of_several() or not is_of_lost_peer(error):
             return
         import jax
@@ -342,11 +336,11 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
 
 
 def end_hanging(name: str, lasted_s: float, timeout_s: float) -> NoReturn:
-    """Show the stacks of all threads, and end a process in which something takes too long.
+    """Show the stacks of all threads, and end a process that hangs.
 
     Args:
-      name: what takes too long, in words.
-      lasted_s: seconds since it began.
+      name: the activity that hangs, in words.
+      lasted_s: seconds since the activity began.
       timeout_s: the config's `hang_timeout_s`.
     """
     import jax
@@ -354,7 +348,7 @@ def end_hanging(name: str, lasted_s: float, timeout_s: float) -> NoReturn:
     several = jax.process_count() > 1
     suspect = "another process of the run" if several else "a device or a file system"
     faulthandler.dump_traceback(file=2)
-    time.sleep(_OTHERS_S * several)
+    time.sleep(_STACKS_S * several)
     exit_now(
         EXIT_CODE,
         f"process {jax.process_index()} of {jax.process_count()} hangs: {name} has taken "
@@ -365,7 +359,7 @@ def end_hanging(name: str, lasted_s: float, timeout_s: float) -> NoReturn:
 
 
 def is_of_lost_peer(error: BaseException) -> bool:
-    """Whether an error, or one that caused it, is of a collective or barrier that a peer left."""
+    """Whether an error, or one of its causes, is of a collective or barrier that lacks a peer."""
     cause: BaseException | None = error
     while cause is not None:
         text = _PATH.sub("", str(cause))
@@ -376,7 +370,7 @@ def is_of_lost_peer(error: BaseException) -> bool:
 
 
 def _read_starts(workdir: Any) -> _Starts:
-    """The record; an empty one if there is none of this job, or none that can be read."""
+    """The record of starts; an empty one if it is missing, damaged, or of another SLURM job."""
     from maxmars.distributed.files import read_json
 
     job = os.environ.get("SLURM_JOB_ID")

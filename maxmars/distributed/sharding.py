@@ -1,9 +1,9 @@
-"""Mesh, sharding rules and the rows of a batch that a process holds.
+"""Mesh, sharding rules, and the rows of a batch that a process holds.
 
 The mesh has three axes. `data` replicates the parameters, `fsdp` splits parameters, gradients and
 optimizer state, `tensor` splits heads, MLP and vocabulary; the batch is split over `data` and
-`fsdp`. Axis types are Auto: XLA's partitioner inserts the collectives, and constraints say where
-they go. The train step makes `data` Manual where gradients of microbatches add up.
+`fsdp`. Axis types are Auto: XLA's partitioner inserts the collectives, and constraints say where.
+The train step makes `data` Manual where it adds up the gradients of microbatches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ AXES = ("data", "fsdp", "tensor")
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """Which mesh axes each logical axis is split over; `None` is not split."""
+    """From each logical axis to the mesh axes that it is split over; `None` is not split."""
 
     batch: tuple[str, ...] | None = ("data", "fsdp")
     length: str | None = None
@@ -48,7 +48,7 @@ class ShardingRules:
     def spec(self, *logical_axes: str | None) -> PartitionSpec:
         """PartitionSpec of an array whose axes have these logical names (None: not split).
 
-        Within a `jax.shard_map` it leaves out the axes that are Manual there.
+        Inside of a `jax.shard_map` it leaves out the Manual axes.
         """
         spec = PartitionSpec(*(None if a is None else getattr(self, a) for a in logical_axes))
         manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -59,7 +59,7 @@ RULES = ShardingRules()
 
 
 def _without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """A spec that does not split over these axes of the mesh."""
+    """A spec without these axes of the mesh."""
 
     def rest(entry: Any) -> Any:
         if isinstance(entry, tuple):
@@ -74,16 +74,16 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     networks: Sequence[int] | None = None,
 ) -> Mesh:
-    """The `data` x `fsdp` x `tensor` mesh over `devices` (default: all of every process).
+    """The `data` x `fsdp` x `tensor` mesh over `devices` (default: all devices of all processes).
 
-    On several TPU slices only `data` crosses the network between them: its first factor is the
-    slices, so that everything over `fsdp` and `tensor` stays within one. GPUs lie in the order of
-    their hosts.
+    On several TPU slices only `data` crosses the network between slices: its first factor is the
+    number of slices, so that `fsdp` and `tensor` stay within a slice. GPUs are in the order of
+    their networks.
 
     Args:
-      config: an `fsdp` of None is 1; see `training_mesh`.
-      devices: of TPUs, GPUs or CPUs.
-      networks: the number of the fast network of each device; by default see `fast_networks`.
+      config: sizes of the axes; an `fsdp` of None is 1, see `training_mesh`.
+      devices: TPUs, GPUs or CPUs.
+      networks: the number of each device's fast network, by default `fast_networks`.
 
     Raises:
       ValueError: the axis sizes do not multiply to the number of devices, or `data` is no multiple
@@ -97,10 +97,10 @@ def make_mesh(
     types = (AxisType.Auto,) * len(AXES)
     if not is_tpu:
         # `jax.make_mesh` refuses GPUs of several hosts. By JAX's ids near hosts follow each other.
-        order = sorted(range(len(devices)), key=lambda i: (networks[i], devices[i].id))
-        return Mesh(np.array(devices)[order].reshape(shape), AXES, axis_types=types)
-    # JAX lays the axes of a mesh along whole axes of a TPU's torus first. Where no product of these
-    # is the size of an axis of the mesh, it raises, and parts of the torus's axes are taken.
+        by_network = sorted(range(len(devices)), key=lambda i: (networks[i], devices[i].id))
+        return Mesh(np.array(devices)[by_network].reshape(shape), AXES, axis_types=types)
+    # JAX lays the axes of a mesh along whole axes of a TPU's torus, and raises if their sizes do
+    # not fit; only then may it split the torus's axes.
     if slices > 1:
         arrange = mesh_utils.create_hybrid_device_mesh
         inside, across = (data // slices, *inner), (slices, 1, 1)
@@ -122,8 +122,7 @@ def training_mesh(
     devices: Sequence[jax.Device] | None = None,
     networks: Sequence[int] | None = None,
 ) -> Mesh:
-    """The mesh that a run trains on: that of its config, with `fsdp` chosen for the model where it
-    is not set.
+    """The mesh of a run: that of its config, with `fsdp` chosen for the model if it is None.
 
     Raises:
       ValueError: see `make_mesh`, whose arguments these are.
@@ -135,12 +134,11 @@ def training_mesh(
 
 
 def fast_networks(devices: Sequence[jax.Device]) -> list[int]:
-    """The number of the fast network that each device lies in: of its TPU slice, or of the GPUs
-    that NVLink joins.
+    """The number of each device's fast network: its TPU slice, or the GPUs that NVLink joins.
 
-    JAX numbers both: GPUs by what NVLink joins where the driver tells, else by the host, also where
-    each GPU has a process of its own. JAX_PARTITION_INDEX, set for every process, replaces its
-    numbers. Each CPU device counts alone: they share a memory, so nothing is gained by `fsdp`.
+    The numbers are JAX's. Without the driver's information JAX numbers GPUs by host, whatever the
+    number of processes; JAX_PARTITION_INDEX, set for every process, replaces the numbers. Each CPU
+    device is a network of its own: all share one memory, so `fsdp` would gain nothing.
     """
     if devices[0].platform == "cpu":
         return list(range(len(devices)))
@@ -148,11 +146,11 @@ def fast_networks(devices: Sequence[jax.Device]) -> list[int]:
 
 
 def crosses(mesh: Mesh, axis: str, networks: Sequence[int]) -> bool:
-    """Whether devices along an axis of the mesh lie in several networks.
+    """Whether devices along an axis of the mesh are in several networks.
 
     Args:
-      mesh: any.
-      axis: its name.
+      mesh: any mesh.
+      axis: name of the axis.
       networks: the number of each device's network, in the order of `mesh.devices.flat`.
     """
     grid = np.reshape(networks, mesh.devices.shape)
@@ -161,7 +159,7 @@ def crosses(mesh: Mesh, axis: str, networks: Sequence[int]) -> bool:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Sharding of an array that every device of the mesh holds whole."""
+    """Sharding that replicates an array on every device of the mesh."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -178,7 +176,7 @@ def on_devices(
     out_specs: Any,
     axes: Collection[str] | None = AXES,
 ) -> Callable[..., Any]:
-    """`jax.shard_map` over those of `axes` of the ambient mesh that are not Manual yet."""
+    """`jax.shard_map` over the `axes` of the ambient mesh that are not Manual yet."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     return jax.shard_map(
         function,
@@ -190,11 +188,10 @@ def on_devices(
 
 
 def gathered(kernel: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    """A kernel with these logical axes, whole over `fsdp` on every device of the ambient mesh.
+    """A kernel with these logical axes, gathered over `fsdp` on the ambient mesh.
 
-    Its gradient goes straight back to the shards. A plain constraint would hold for the gradient as
-    well, which each device would then get whole; without any, XLA may send the kernel in pieces
-    among the products, several times over.
+    The gradient is reduced straight to the shards. A plain constraint would gather the gradient as
+    well; without a constraint, XLA may send pieces of the kernel among the products several times.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return kernel if mesh.empty or mesh.shape["fsdp"] == 1 else _gathered(kernel, axes)
@@ -214,11 +211,10 @@ _gathered.defvjp(
 def copies(
     table: Float[Array, "V D"], axes: tuple[str | None, str | None] = ("vocab", "embed")
 ) -> Float[Array, "P V D"]:
-    """A table with these logical axes, once for each shard of the batch and on the devices of that
-    shard, whole over `fsdp`.
+    """A copy of a table with these logical axes for each shard of the batch, gathered over `fsdp`.
 
-    The gradients of all its uses add up on each device, and cross between devices once, in the
-    table's type.
+    The gradients of all uses are summed on each device, and cross between devices once, in the
+    table's dtype.
     """
     num_shards = ambient_batch_shards()
     return table[None] if num_shards == 1 else _copies(table, num_shards, axes)
@@ -233,8 +229,8 @@ def _copies(table: jax.Array, num_shards: int, axes: tuple[str | None, str | Non
 def _copies_bwd(
     num_shards: int, axes: tuple[str | None, str | None], _: None, gradients: jax.Array
 ) -> tuple[jax.Array]:
-    # An all-to-all over fsdp and a sum on the chip: for a reduce-scatter, libtpu would write an
-    # all-reduce, which sends twice as much.
+    # An all-to-all over fsdp and a local sum: libtpu turns a reduce-scatter into an all-reduce,
+    # which sends twice as much.
     data = _without(RULES.spec("batch"), ("fsdp",))
     spec = PartitionSpec(*data, *RULES.spec(*axes))
     shards = jax.lax.with_sharding_constraint(gradients, spec)
@@ -246,17 +242,17 @@ _copies.defvjp(lambda *arguments: (_copies(*arguments), None), _copies_bwd)
 
 
 def look_up(tables: Float[Array, "P V D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """The row of each id, in float32 at least, from the `copies` of a table in any type.
+    """The row of each id, in float32 at least, from the `copies` of a table in any dtype.
 
-    The gradient of a row is the sum over all tokens that it stands for. Each device makes it in
-    float32 and rounds it once, to the table's type: a sum in bfloat16 stops growing when it is 256
-    times its terms, as that of a frequent token soon is.
+    The gradient of a row is a sum over all tokens with this id. Each device sums in float32 and
+    rounds once, to the table's dtype: a sum in bfloat16 stops growing at 256 times its terms, which
+    a frequent token soon reaches.
     """
     shape, dtype = tables.shape[1:], tables.dtype
     wide = jnp.promote_types(dtype, jnp.float32)
 
-    # The gradient of `table.astype(wide)[ids]` would be the same; but where the table is split over
-    # `tensor`, its rows would cross between devices in float32.
+    # `table.astype(wide)[ids]` has the same gradient, but with a table split over `tensor` its rows
+    # would cross between devices in float32.
     @jax.custom_vjp
     def rows(table: jax.Array, ids: jax.Array) -> jax.Array:
         return table[ids].astype(wide)
@@ -269,8 +265,12 @@ def look_up(tables: Float[Array, "P V D"], ids: Int[Array, "B T"]) -> Float[Arra
 
 
 def on_shards(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function` of each shard of the batch: of arrays split over it on their first axis, as rows
-    and `copies` are. It computes each row by itself."""
+    """`function` applied to each shard of the batch.
+
+    Args:
+      function: computes each row by itself.
+      arrays: split over the batch on their first axis, as rows and `copies` are.
+    """
     if jax.sharding.get_abstract_mesh().empty:
         return function(*arrays)
     by_batch = RULES.spec("batch")
@@ -278,11 +278,11 @@ def on_shards(function: Callable[..., Any], *arrays: Any) -> Any:
 
 
 GPUS = ("gpu", "cuda")
-"""Platforms of GPUs; the second is the compiler's name for those that are not there (`plan`)."""
+"""Platforms of GPUs; the second is the compiler's name for GPUs of a `plan`, which are absent."""
 
 
 def ambient_platform() -> str | None:
-    """Platform of the devices of the ambient mesh (`jax.set_mesh`); None where there is no mesh."""
+    """Platform of the devices of the ambient mesh (`jax.set_mesh`); None without a mesh."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh.abstract_device.platform
 
@@ -293,8 +293,10 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def ambient_batch_shards() -> int:
-    """Number of shards into which the ambient mesh, if there is one, splits the rows of arrays
-    here; over axes that are Manual they are split already."""
+    """Number of shards into which the ambient mesh splits the rows of a batch; 1 without a mesh.
+
+    Manual axes do not count: inside of a `jax.shard_map`, arrays are split over them already.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     axes = set() if mesh.empty else set(RULES.batch or ()) - set(mesh.manual_axes)
     return math.prod(mesh.shape[axis] for axis in axes)
@@ -311,9 +313,9 @@ def local_rows(
     """Rows of a [microbatches, rows] batch that this process's devices hold.
 
     Args:
-      mesh: over whose `data` and `fsdp` the rows are split.
+      mesh: mesh whose `data` and `fsdp` split the rows.
       shape: microbatches, and rows of each.
-      devices: hold these devices instead, for example those of another process.
+      devices: devices to take instead of this process's.
 
     Returns:
       int array [microbatches, local rows] of global row numbers `j * rows + k`, ascending.
@@ -329,14 +331,14 @@ def local_rows(
 
 
 def to_device(mesh: Mesh, local: np.ndarray, rows: int) -> jax.Array:
-    """Global [microbatches, rows, ...] array of each process's rows; see `local_rows`."""
+    """Global array [microbatches, rows, ...] from each process's rows; see `local_rows`."""
     shape = (local.shape[0], rows, *local.shape[2:])
     sharding = NamedSharding(mesh, RULES.spec(None, "batch", *[None] * (local.ndim - 2)))
     return jax.make_array_from_process_local_data(sharding, local, shape)
 
 
 def with_shardings(abstract: Any, shardings: Any) -> Any:
-    """`jax.ShapeDtypeStruct`s of `abstract` that carry `shardings`."""
+    """`jax.ShapeDtypeStruct`s like `abstract`, with `shardings`."""
     return jax.tree.map(
         lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), abstract, shardings
     )
@@ -348,7 +350,7 @@ def bytes_of(tree: Any) -> int:
 
 
 def bytes_on_chip(tree: Any) -> int:
-    """Bytes that one device holds of a tree of arrays with shardings, abstract or concrete."""
+    """Bytes of a tree on one device; its arrays have shardings, and may be abstract."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -356,10 +358,10 @@ def bytes_on_chip(tree: Any) -> int:
 
 
 def like_params(tree: Any, params: Any) -> Any:
-    """NamedShardings of a tree, such as an abstract optimizer state, by the parameters' shardings.
+    """NamedShardings for a tree, such as an abstract optimizer state, after the parameters'.
 
-    A leaf takes the sharding of a parameter if its path ends with the parameter's path and their
-    shapes agree, but for axes of which it has one entry; the other leaves are replicated.
+    A leaf takes the sharding of a parameter if its path ends with the parameter's path and the
+    shapes are equal, except for axes of size 1 of the leaf. The other leaves are replicated.
 
     Args:
       tree: arrays, abstract or concrete.
@@ -379,11 +381,13 @@ def like_params(tree: Any, params: Any) -> Any:
                 continue
             if param.shape == leaf.shape:
                 return param.sharding
-            alike = [own == size for own, size in zip(leaf.shape, param.shape, strict=True)]
-            if all(same or own == 1 for same, own in zip(alike, leaf.shape, strict=True)):
-                cuts = itertools.chain(param.sharding.spec, itertools.repeat(None))
-                kept = [cut if same else None for same, cut in zip(alike, cuts, strict=False)]
-                return NamedSharding(no_split.mesh, PartitionSpec(*kept))
+            same_size = [own == size for own, size in zip(leaf.shape, param.shape, strict=True)]
+            if all(same or own == 1 for same, own in zip(same_size, leaf.shape, strict=True)):
+                split_over = itertools.chain(param.sharding.spec, itertools.repeat(None))
+                entries = [
+                    cut if same else None for same, cut in zip(same_size, split_over, strict=False)
+                ]
+                return NamedSharding(no_split.mesh, PartitionSpec(*entries))
         return no_split
 
     return jax.tree_util.tree_map_with_path(sharding, tree)

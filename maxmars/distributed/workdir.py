@@ -1,16 +1,16 @@
-"""The files of a run's working directory: each name, what the file is, and who writes it.
+"""The files of a run's working directory: name, contents and writer of each.
 
-The primary process writes what does not say otherwise, and once the run owns the directory. The
-names stand here, below all that use them: training, evaluation, `compare` and the command line.
+The primary process writes them, if nothing else is said, once the run owns the directory. The names
+stand in this room because training, evaluation, `compare` and the command line all import them.
 """
 
 from __future__ import annotations
 
-# How the run goes on follows from the checkpoints and the tokens alone.
+# A resume needs only the checkpoints and the tokens.
 CHECKPOINTS = "checkpoints"  # STEP/ of each checkpoint that is kept; checkpoint/writer.py, all
 
 # What the run is, written anew by train/run.py at each start.
-CONFIG = "config.json"  # as it runs, and what was asked where the run chose by itself
+CONFIG = "config.json"  # the resolved config, and requested values that were "auto"
 ENVIRONMENT = "environment.json"  # versions, code, devices and mesh
 DATA = "data.json"  # digest, and of each part of the data: name, source, tokens and documents
 PARAMETERS = "parameters.txt"  # shape, matrix, update rule, rate and decay of each parameter
@@ -31,16 +31,16 @@ JOURNAL = (
     "journal.jsonl"  # what each session began with, saved and ended with; checkpoint/journal.py
 )
 METRICS = "metrics.jsonl"  # `step`, `tokens` and metrics; train/sinks.py
-SUMMARY = "summary.json"  # what the run came to, at the end of a session; train/summary.py
+SUMMARY = "summary.json"  # results of the run, at the end of a session; train/summary.py
 LOGS = "logs"  # host_000.log of each process, what it printed; distributed/progress.py
-VERIFIED = "verified"  # host_000.jsonl of each process, files that it has hashed; train/run.py
+VERIFIED = "verified"  # host_000.jsonl of each process, its hashed files; data/verification.py
 PROFILE = "profile"  # host_000/ of each process, traces of `--profile`; train/tracer.py
 WANDB = "wandb.json"  # the id of the run at Weights & Biases; train/sinks.py
 
 # Written before the run owns the directory, so it is no part of the journal.
-STARTS = "starts.json"  # starts in a row that came to nothing; distributed/run_process.py
+STARTS = "starts.json"  # failed starts in a row; distributed/run_process.py
 
 
 def of_process(folder: str, process: int, suffix: str = "") -> str:
-    """The name in a folder of what a process writes itself."""
+    """The relative path of a process's own file or folder in a folder."""
     return f"{folder}/host_{process:03d}{suffix}"

@@ -42,9 +42,9 @@ def check_agreement(
         return
     facts = _facts(config, init_from, resume_overrides)
     text = json.dumps(facts, default=str)
-    if processes.first_other(hashlib.sha256(text.encode()).hexdigest()) is None:
+    if processes.first_mismatch(hashlib.sha256(text.encode()).hexdigest()) is None:
         return
-    differing = processes.first_other(text)
+    differing = processes.first_mismatch(text)
     assert differing is not None  # other digests are of other texts
     process, other, first = differing[0], *map(json.loads, differing[1:])
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]

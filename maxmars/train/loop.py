@@ -154,7 +154,7 @@ def train(
 
         # The last save comes before the last evaluations: a kill there loses no step. Nothing is
         # saved of a run whose data turned out to be damaged.
-        run.verification.check(patience_s=5.0 if run.step >= num_steps else 0.0)
+        run.verification.check(timeout_s=5.0 if run.step >= num_steps else 0.0)
         if run.step > first_step:  # else it went on from a checkpoint of this step
             _save(run, wait=True)
         done = run.step >= num_steps

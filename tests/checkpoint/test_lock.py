@@ -43,7 +43,7 @@ def test_a_damaged_record_is_no_obstacle(tmp_path):
     lock = acquire(path)
     (path / ".lock").write_text("no JSON")
     with refused(ValueError, path):
-        FileLock(path, patience_s=0.0)
+        FileLock(path, timeout_s=0.0)
     lock.release()
     FileLock(path).release()
 

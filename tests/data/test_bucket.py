@@ -68,7 +68,7 @@ for place in sys.argv[3:]:
     except (ValueError, OSError) as error:
         print(json.dumps(f"{type(error).__name__}: {error}"))
 try:
-    read_ranges([(resolve("gs://bucket/lost"), 0, 4)], patience_s=0)
+    read_ranges([(resolve("gs://bucket/lost"), 0, 4)], timeout_s=0)
 except OSError as error:
     print(json.dumps(str(error)))
 """

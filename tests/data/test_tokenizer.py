@@ -276,8 +276,8 @@ def saved(kinds, tmp_path_factory):
 
 def tokens_in(directory, name, digest):
     """What the ids of tokens in a directory mean, where its digest is known."""
-    place = None if digest is None else epath.Path(directory)
-    return Vocabulary(tokenizer=name, size=257, digest=digest, place=place)
+    path = None if digest is None else epath.Path(directory)
+    return Vocabulary(tokenizer=name, size=257, digest=digest, path=path)
 
 
 def write_files(directory, files):

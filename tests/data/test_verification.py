@@ -24,7 +24,7 @@ def verify(directory, record):
     with Verification(own_share(files), epath.Path(record)) as verification:
         verification.start(on_damage=damaged.set)
         try:
-            verification.check(patience_s=60.0)
+            verification.check(timeout_s=60.0)
             error = None
         except ValueError as raised:
             error = str(raised)
