@@ -1,8 +1,7 @@
 """Checkpoints that survive faults of disks and processes; `README.md` describes the format.
 
-`writer` saves, `reader` loads, `digest` tells whether a bit has changed, `lock` lets one run write
-at a time, `journal` is the history of a run, and `environment` what it ran on. Orbax reads and
-writes the arrays.
+Orbax reads and writes the arrays. `digest` tells whether a bit of them has changed, `lock` lets one
+run write at a time, `journal` is the history of a run, and `environment` its versions and devices.
 """
 
 from maxmars.checkpoint.reader import (

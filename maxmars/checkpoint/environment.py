@@ -1,7 +1,6 @@
 """Environment of a run: versions, code, devices and mesh.
 
-Every checkpoint and the run's directory hold one. It is recorded and compared, never required: a
-run may continue with other versions or on other devices, and the reports say what changed.
+It is recorded and compared, never required: a run may continue with other versions and devices.
 """
 
 from __future__ import annotations

@@ -62,8 +62,7 @@ class Line:
     before: str | None = None
     """Hash of the line above; None in the first line."""
     as_read: str | None = field(default=None, repr=False, compare=False)
-    """JSON of a line from the file, unknown fields included, so that its hash stays the same; None
-    for a new line."""
+    """JSON of a line from the file, unknown fields included, for its hash; None for a new line."""
 
     @property
     def text(self) -> str:
@@ -167,13 +166,7 @@ def line_of(values: Mapping[str, Any]) -> Line:
 
 
 def below(above: Line | None, line: Line, seconds: Mapping[str, float]) -> Line:
-    """A new line, completed with time, seconds and the hash of the line above.
-
-    Args:
-      above: the last line of the journal; None if there is none.
-      line: the new line.
-      seconds: see `Line`.
-    """
+    """A new line, completed with time, seconds and the hash of the line above (None: the first)."""
     return dataclasses.replace(
         line,
         time=time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -186,8 +179,7 @@ def read_journal(workdir: epath.PathLike) -> list[Line]:
     """The lines of `<workdir>/journal.jsonl`; an empty list if there is no file.
 
     Raises:
-      ValueError: an earlier version wrote the journal, with a session that was rewound by options
-        of `train`.
+      ValueError: an earlier version wrote it, with a session rewound by options of `train`.
     """
     workdir = epath.Path(workdir)
     lines = _read(workdir)
@@ -208,10 +200,8 @@ def _read(workdir: epath.Path) -> list[Line]:
 
 
 def mismatched_field(workdir: epath.Path, meta: Mapping[str, Any]) -> str | None:
-    """The first field in which a checkpoint's `meta` differs from the journal.
-
-    None if all agree, or if the journal lacks the line whose hash the checkpoint holds.
-    """
+    """The first field in which a checkpoint's `meta` differs from its line in the journal; None if
+    none differs, or the line is missing."""
     lines = {line.hash: line for line in _read(workdir)}
     saved = began = lines.get(meta.get("journal") or "")
     while began is not None and not isinstance(began, Began):
@@ -242,10 +232,7 @@ def broken_links(lines: Sequence[Line]) -> list[Line]:
 
 
 def complete_save(lines: Iterable[Line]) -> int:
-    """The step of the last save that was surely completed; 0 if there is none.
-
-    Rewound and lost steps do not count.
-    """
+    """The step of the last save that is surely complete and not rewound or lost; 0 if none."""
     complete = latest = 0
     for line in lines:
         # A line of any other kind names the step of a complete checkpoint. A `saved` line proves

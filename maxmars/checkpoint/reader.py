@@ -253,10 +253,8 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any, *, whole: bool = False) -
 
 
 def load_params(checkpoint: Checkpoint, abstract: Any) -> Any:
-    """The parameters that are evaluated and exported, or some of them, in the dtypes of `abstract`.
-
-    See `load_arrays`. Parameters of their own for evaluation, such as an EMA, are read in float32.
-    """
+    """The parameters for evaluation and export, or some of them, in the dtypes of `abstract`; see
+    `load_arrays`."""
     if not checkpoint.has_evaluation_params:
         return load_arrays(checkpoint, {"params": abstract})["params"]
     wanted = {"evaluation_params": in_float32(abstract)}
@@ -275,8 +273,7 @@ def in_float32(params: Any) -> Any:
 
 
 def array_keys(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
-    """From each array's path to its keys in the nested dicts of the checkpoint; a key may contain a
-    slash, so the path alone does not tell.
+    """From each array's path to its keys in nested dicts; a key may contain a slash.
 
     Raises:
       DamagedError: the keys cannot be read.
@@ -382,10 +379,7 @@ def is_step(path: epath.Path) -> bool:
 
 
 def is_committed(path: epath.Path) -> bool:
-    """Whether a checkpoint is complete.
-
-    On a disk Orbax renames it at the end; in a bucket it writes `commit_success.txt` last.
-    """
+    """Whether a checkpoint is complete: Orbax renames it last, or in a bucket writes this file."""
     return not files.is_remote(path) or (path / "commit_success.txt").exists()
 
 
@@ -396,11 +390,8 @@ def checksum(meta: dict[str, Any]) -> str:
 
 
 def bytes_in_flight(tree: Any) -> int:
-    """Bytes of arrays that Orbax may write or read at the same time in this process.
-
-    The limit is a sixteenth of the process's share, but more than the largest array: Orbax refuses
-    an array above the limit.
-    """
+    """Bytes of arrays that Orbax may write or read at the same time in this process: a sixteenth of
+    its share, but more than the largest array, which Orbax would refuse."""
     sizes = [leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree)]
     return max([*sizes, sum(sizes) // (16 * jax.process_count()), 2**20]) + 1
 

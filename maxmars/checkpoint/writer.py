@@ -54,10 +54,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     checkpoints of earlier runs are removed.
 
     Args:
-      directory: directory of the checkpoints, on a disk or on `gs://`, usually
-        `<workdir>/checkpoints`.
-      config: the run's configuration, which every checkpoint holds; `config.checkpoint` decides
-        which checkpoints are kept.
+      directory: of the checkpoints, on a disk or `gs://`; usually `<workdir>/checkpoints`.
+      config: stored in each checkpoint; `config.checkpoint` decides which checkpoints are kept.
       mesh: the run's mesh, for the description of the environment.
       data_digest: digest of the data that the run reads, which every checkpoint holds.
 
@@ -97,8 +95,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.close()
 
     def latest_step(self) -> int | None:
-        """Step of the newest checkpoint, sound or not, once the save under way is complete; None if
-        there is none."""
+        """Step of the newest checkpoint, sound or not, once no save is under way; None if none."""
         self._finish()
         return max(steps_of_run(self._directory), default=None)
 
@@ -139,8 +136,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Args:
           step: number of optimizer steps that led to `state`.
-          state: pytree of arrays. The checkpoint holds nested dicts; `restore` returns the
-            containers of its argument.
+          state: pytree of arrays. Containers are stored as plain dicts.
           data_position: number of training examples consumed.
           tokens: number of tokens trained on so far.
           journal: called before the checkpoint is written, with step, digest, position and tokens;

@@ -136,7 +136,7 @@ class DataSplit:
         Raises:
           See `TokenWindows.read`, and `ExampleCheck.read` for a user's function.
         """
-        if len(self.parts) == 1:
+        if len(self.parts) == 1:  # the usual case, without a copy
             return self.parts[0].read(numbers)
         shape = (len(numbers), self.length + 1)
         batch = {name: np.zeros(shape, dtype) for name, dtype in self.types.items()}
@@ -230,13 +230,13 @@ def open_data(
         changes = tuple((c.at_example, c.weights) for c in config.changes)
     parts_before = itertools.repeat(None) if opened is None else opened.parts
     all_windows: list[Windows] = []
-    for part, before in zip(parts, parts_before, strict=False):
+    for part, before in zip(parts, parts_before, strict=False):  # `repeat` is endless
         if isinstance(part, GrainSource):
             windows: Windows = _own_windows(part, split, model)
             _check_all_have(windows.digest(), f"data.source={part.source!r}, split {split!r}")
         else:
             assert isinstance(config, TokenOptions)  # all configs but that of one user's function
-            if isinstance(before, TokenWindows):
+            if isinstance(before, TokenWindows):  # one look at the files for `train` and `val`
                 directory = before.stream.directory
             else:
                 directory = _open_together(part, checksums=config.verify)
@@ -277,6 +277,7 @@ def _token_windows(
             f"({vocabulary.tokenizer}), more than model.vocab_size={model.vocab_size}; set "
             f"model.vocab_size={vocabulary.size} or prepare the text with another tokenizer."
         )
+    # Validation reads the same windows whatever the order of training.
     is_random = options.order == "random_windows" and split == "train"
     return TokenWindows(
         directory.stream(split),
@@ -334,7 +335,7 @@ def _check_tokenizers(parts: Sequence[Windows]) -> None:
     known = [part for part in parts if part.vocabulary.tokenizer != UNKNOWN_TOKENIZER]
     for pair in itertools.pairwise(known):
         first, other = (part.vocabulary for part in pair)
-        digests = {first.digest, other.digest} - {None}
+        digests = {first.digest, other.digest} - {None}  # other programs' files may have none
         if first.tokenizer != other.tokenizer or len(digests) > 1:
             both = " and ".join(
                 f"{part.path} ({part.vocabulary.tokenizer}, {part.vocabulary.digest})"
@@ -454,6 +455,7 @@ def _to_devices(mesh: Mesh, rows: int, batch: Batch) -> DeviceBatch:
 
 def _check_batch(tokens: DataSplit, batch_size: int) -> None:
     """Check that no part repeats a window within one batch."""
+    # A repeated window would count twice in one gradient. Any weights of the run must fit.
     stages = [tokens.weights, *(weights for _, weights in tokens.changes)]
     shares = np.max([Interleaving(weights).counts(batch_size) for weights in stages], axis=0)
     for part, share in zip(tokens.parts, shares.tolist(), strict=True):
@@ -513,5 +515,6 @@ class ValidationBatches:
 
 
 def _with_mask(batch: Batch, counted: Bool[np.ndarray, "1 rows"]) -> Batch:
+    # A product with booleans keeps the dtype of the mask: booleans or weights.
     mask = batch.get("mask", np.ones(batch["tokens"].shape, bool))
     return {**batch, "mask": mask * counted[..., None]}

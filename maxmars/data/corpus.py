@@ -165,8 +165,7 @@ class TextFiles(Corpus):
     `.ndjson`), element or line (`.json`) or row is a document.
 
     The name of a document is the path of its file, relative to the directory that all files share.
-    In a file of several documents the offset follows: the byte of the line, or the number of the
-    row.
+    In a file of several documents the byte of the line or the number of the row follows.
 
     Args:
       patterns: paths or globs (`~` and `**` work), also of `gs://`.
@@ -197,6 +196,7 @@ class TextFiles(Corpus):
                 f"of which there is none in {', '.join(patterns)}; leave it out."
             )
         absolute = [path if is_remote(path) else os.path.abspath(path) for path in self._paths]
+        # Relative names: moved together to another directory, files give the same splits.
         root = os.path.commonpath([os.path.dirname(path) for path in absolute])
         names = [Path(os.path.relpath(path, root)).as_posix() for path in absolute]
         self.files = [
@@ -210,12 +210,12 @@ class TextFiles(Corpus):
 
     def _described(self, name: str, size: int, kind: str, compression: str) -> CorpusFile:
         is_packed, mark = bool(compression) or kind == ".parquet", self._separator
-        # A separator that overlaps itself, such as "aXa" in "aXaXa", is found at other bytes from
-        # another start of the search, so two neighbouring ranges could disagree.
+        # In "aXaXa" a search finds "aXa" at other bytes from another start: ranges would disagree.
         overlaps = any(mark.startswith(mark[i:]) for i in range(1, len(mark)))
         return CorpusFile(
             name=name,
-            num_bytes=size * (_COMPRESSION if is_packed else 1),
+            num_bytes=size
+            * (_COMPRESSION if is_packed else 1),  # an estimate, for tasks and progress
             is_document=kind in TEXT and not mark,
             is_divisible=kind == ".parquet"
             or (not compression and (kind in LINES or (kind in TEXT and not overlaps))),
@@ -247,6 +247,7 @@ class TextFiles(Corpus):
     def _find_separator(self) -> None:
         """Refuse a separator that occurs in no text; reads up to the first one."""
         mark, carriage = self._separator, self._separator.replace(b"\n", b"\r\n")
+        # A separator typed with LF does not match a text with CR LF: the error says so.
         advice, texts = "correct it or leave it out", []
         for path, (kind, compression) in zip(self._paths, self._kinds, strict=True):
             if kind not in TEXT:
@@ -303,8 +304,7 @@ class PythonSources(Corpus):
             CorpusFile(name=name, num_bytes=(self._root / name).stat().st_size)
             for name in _python_names(self._root)
         ]
-        # Names and sizes: cheaper than a digest of the text, and a release of Python does not
-        # change.
+        # Names and sizes, as a release of Python does not change: cheaper than the text.
         listing = [f"{file.name} {file.num_bytes}" for file in self.files]
         self.fingerprint = _digest([f"Python {platform.python_version()}", *listing])
 
@@ -454,7 +454,9 @@ def _decoded(file: io.BufferedReader, path: str, start: int, end: int | None) ->
 def _python_names(root: Path) -> list[str]:
     names = []
     for directory, subdirectories, files in os.walk(root):
-        subdirectories[:] = [d for d in subdirectories if d not in _NOT_SOURCES]
+        subdirectories[:] = [
+            d for d in subdirectories if d not in _NOT_SOURCES
+        ]  # `os.walk` enters the rest
         relative = Path(directory).relative_to(root)
         names += [
             (relative / f).as_posix()
@@ -465,4 +467,5 @@ def _python_names(root: Path) -> list[str]:
 
 
 def _digest(lines: Iterable[str]) -> str:
+    # File names may hold bytes that are not UTF-8, as surrogates.
     return hashlib.sha256("\n".join(lines).encode("utf-8", "backslashreplace")).hexdigest()

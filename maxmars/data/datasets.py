@@ -24,11 +24,7 @@ from maxmars.data.token_datasets import DocumentDataset, TokenDataset
 from maxmars.data.token_files import TokenStream
 from maxmars.data.tokenizer import end_of_text
 from maxmars.data.windows import Batch, TokenWindows
-from maxmars.distributed.files import (
-    read_json,
-    reporting,
-    resolve,
-)
+from maxmars.distributed.files import read_json, reporting, resolve
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.recorded_code import recorded_code
 from maxmars.distributed.workdir import CONFIG, DATA, SOURCES

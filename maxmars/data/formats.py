@@ -23,20 +23,8 @@ from etils import epath
 
 from maxmars.config import TokenFilesConfig
 from maxmars.data.bucket import list_objects
-from maxmars.data.metadata import (
-    METADATA,
-    PREPARE,
-    Metadata,
-    check_finished,
-    parse_metadata,
-)
-from maxmars.data.token_files import (
-    NAME_THEM,
-    TokenDirectory,
-    TokenFile,
-    TokenStream,
-    check_size,
-)
+from maxmars.data.metadata import METADATA, PREPARE, Metadata, check_finished, parse_metadata
+from maxmars.data.token_files import NAME_THEM, TokenDirectory, TokenFile, TokenStream, check_size
 from maxmars.data.tokenizer import GPT2Tokenizer, Vocabulary
 from maxmars.distributed.files import is_remote, read_text, resolve
 
@@ -51,7 +39,7 @@ _LLM_C = {(20240520, 1): ("<u2", _GPT2), (20240801, 7): ("<u4", _LLAMA_3)}
 _TOKENIZER = "tokenizer.json"
 _OF_OTHER_TOKENIZERS = ("meta.pkl", "tokenizer.model", "vocab.json")
 _WINDOWS, _WINDOW = 16, 4096  # samples of each split that are checked, and tokens of a sample
-_MANY, _FEW_HIGH_BYTES = 1024, 0.05
+_MANY, _FEW_HIGH_BYTES = 1024, 0.05  # tokens for a verdict, and share of high bytes
 
 
 def open_directory(tokens: str | os.PathLike[str] | TokenFilesConfig) -> TokenDirectory:
@@ -124,7 +112,7 @@ def describe(tokens: TokenFilesConfig, text: str | None) -> TokenDirectory:
             f"{given} is set for {path}, whose meta.json says what its tokens are; leave it out."
         )
     metadata = parse_metadata(text, path / METADATA)
-    dtype = np.dtype(metadata.dtype).newbyteorder("<")
+    dtype = np.dtype(metadata.dtype).newbyteorder("<")  # also on a big-endian machine
     return TokenDirectory(
         path=path,
         files=tuple(
@@ -279,6 +267,7 @@ def _foreign(path: epath.Path, tokens: TokenFilesConfig) -> TokenDirectory:
         files, format_of = bins, _llm_c
         plain = []
     elif plain:
+        # The user's options win over a `tokenizer.json` beside the files, and that over the guess.
         if tokens.tokenizer is tokens.vocab_size is None and (path / _TOKENIZER).is_file():
             tokens = dataclasses.replace(tokens, tokenizer=str(path))
         files, format_of = plain, _nanogpt
@@ -293,7 +282,7 @@ def _foreign(path: epath.Path, tokens: TokenFilesConfig) -> TokenDirectory:
             "DIRECTORY` to make tokens from text; a function of your own reads anything else, such "
             "as TFDS's records of tokens (from_tfds in tools/examples/own_data.py)."
         )
-    if not plain and tokens.dtype is not None:
+    if not plain and tokens.dtype is not None:  # headers of llm.c and NumPy name the dtype
         raise ValueError(
             f"dtype={tokens.dtype} is set for {path}, whose files say the type of their tokens; "
             "leave it out."
@@ -304,6 +293,7 @@ def _foreign(path: epath.Path, tokens: TokenFilesConfig) -> TokenDirectory:
             f"{path} holds the files of several data sets ({', '.join(names)}); move each to a "
             "directory of its own."
         )
+    # By number, not by name: without leading zeros, 10 would come before 2.
     files.sort(key=lambda item: (item[1]["split"], int(item[1]["number"] or 0)))
     opened = [format_of(file, m["split"]) for file, m in files]
     kinds = {(dtype, vocabulary): file.path for file, dtype, vocabulary in opened}

@@ -95,7 +95,7 @@ class Metadata(CheckedConfig):
             if split.num_tokens != sum(s.num_tokens for s in split.shards):
                 raise ValueError(f"the shards of {name} do not add up to its num_tokens.")
             for shard in (*split.shards, *filter(None, [split.documents])):
-                if Path(shard.file).name != shard.file:
+                if Path(shard.file).name != shard.file:  # ../name would read any file
                     raise ValueError(f"the shard {shard.file!r} is outside the directory.")
 
 

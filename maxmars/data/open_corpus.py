@@ -20,14 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from maxmars.config.errors import about, needs_extra
-from maxmars.data.corpus import (
-    Corpus,
-    CorpusFile,
-    Document,
-    FileRange,
-    PythonSources,
-    TextFiles,
-)
+from maxmars.data.corpus import Corpus, CorpusFile, Document, FileRange, PythonSources, TextFiles
 from maxmars.data.rows import OnBad, Row, no_field, text_in, texts_of
 
 # NAME[:1.0.0][:split]; only the split may have colons of its own, as in train[:10%].
@@ -154,6 +147,7 @@ class TfdsCorpus(Corpus):
         if text_field.partition(".")[0] not in features and text_field not in features:
             raise ValueError(f"tfds:{name}: it {no_field(text_field, features)}")
         is_slice = "[" in split
+        # A slice such as train[:10%] has no shards of its own, and becomes one file.
         lengths = [int(part.num_examples)] if is_slice else list(part.shard_lengths)
         total = None if is_slice else int(part.num_bytes) or None  # 0 where TFDS does not know
         self._starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
@@ -166,7 +160,7 @@ class TfdsCorpus(Corpus):
             for i, length in enumerate(lengths)
         ]
         self.fingerprint = f"{self.files[0].name} {self._starts} {text_field}"
-        for own in _OWN_VALIDATION:
+        for own in _OWN_VALIDATION:  # the data set's own validation split, unless SOURCE has it
             is_part = own in split or re.match(r"all\b", split)
             if own in builder.info.splits and not is_part:
                 self.validation_source = f"tfds:{name}:{own}"
@@ -214,7 +208,7 @@ class TfdsCorpus(Corpus):
             yield Document(f"{name}:{number}", (text,))
 
     def _read_range(self, first: int, last: int) -> Iterator[Any]:
-        for begin in range(first, last, _TFDS_ROWS):
+        for begin in range(first, last, _TFDS_ROWS):  # bounds the memory
             yield from self._opened[2].__getitems__(range(begin, min(begin + _TFDS_ROWS, last)))
 
     def _read_shards(self, first: int, last: int) -> Iterator[Any]:
@@ -276,6 +270,7 @@ class HubCorpus(Corpus):
         """The documents of a file."""
         name = self.files[part.file].name
         rows = _read_rows(self._stream.shard(num_shards=len(self.files), index=part.file), name)
+        # A bad row is left out before rows are joined, so that its document keeps the others.
         texts = texts_of(_rows(rows, self._text_field), name, on_bad)
         for number, text in enumerate(self._joined(text for _, text in texts)):
             yield Document(f"{name}:{number}", (text,))
@@ -333,7 +328,7 @@ def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
         )
         stream = builder.as_streaming_dataset(split=dataset.split)
     data_files = sorted(map(str, (builder.config.data_files or {}).get(dataset.split, ())))
-    if any("/partial-" in file for file in data_files):
+    if any("/partial-" in file for file in data_files):  # the hub converts at most 5 GB
         print(
             f"warning: the hub's Parquet files hold only a part of {dataset.repository}, as their "
             "names say",
@@ -343,8 +338,7 @@ def _open_stream(dataset: HubDataset) -> tuple[Any, str]:
 
 
 def _identity(file: str) -> str:
-    """A text that changes with a file: the name of a file on the hub has the commit in it; a local
-    file has its size and time."""
+    """A text that changes with a file: a name on the hub has the commit in it."""
     if not os.path.isfile(file):
         return file
     status = os.stat(file)

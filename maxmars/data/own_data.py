@@ -61,6 +61,7 @@ class ExampleCheck:
         Raises:
           ValueError: an example breaks a rule, or has other arrays than the first example.
         """
+        # A bare array is an example of tokens alone.
         rows = [e if isinstance(e, Mapping) else {"tokens": e} for e in examples]
         for number, row in zip(numbers, rows, strict=True):
             if "tokens" not in row or not row.keys() <= TYPES.keys():
@@ -77,7 +78,7 @@ class ExampleCheck:
             for name in TYPES
             if name in rows[0]
         }
-        if not self.types:
+        if not self.types:  # the first example decides for all: a batch has one dtype per array
             is_weighted = "mask" in arrays and arrays["mask"].dtype.kind == "f"
             mask = {"mask": np.float32} if is_weighted else {}
             self.types = {name: (TYPES | mask)[name] for name in arrays}
@@ -162,14 +163,14 @@ class OwnWindows:
             if len({(b.vocabulary.tokenizer, b.vocabulary.digest) for b in below}) > 1:
                 raise self._check.problem("its datasets have tokens of several tokenizers")
         self._count = len(self._dataset)
-        self._check.read([0], [self._dataset[0]])
+        self._check.read([0], [self._dataset[0]])  # finds faults at the start, and the types
         self.types = self._check.types
 
     def __len__(self) -> int:
         return self._count
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_dataset": None}
+        return {**self.__dict__, "_dataset": None}  # a dataset may hold open files
 
     def read(self, numbers: Int64[np.ndarray, " windows"]) -> Batch:
         if self._dataset is None:  # after pickling
@@ -188,6 +189,7 @@ class OwnWindows:
         name, options = self._function.function, self._options
         known = [name, options, self.split, self.length, len(self), self.vocabulary.tokenizer]
         payload = json.dumps([*known, *self._digests], sort_keys=True).encode()
+        # The code is not enough: the files that it reads may change, which these windows may show.
         sha = hashlib.sha256(b"".join(self._function.files().values()) + payload)
         for number in (0, len(self) - 1):
             once, again = (self.read(np.array([number])) for _ in range(2))
@@ -208,6 +210,7 @@ class OwnWindows:
         windows = self._function.load()
         arguments = {"split": self.split, "length": self.length, **self._options}
         try:
+            # Checked apart: a TypeError of the call itself may come from inside of the function.
             inspect.signature(windows).bind(**arguments)
         except TypeError as error:
             raise self._check.problem(

@@ -148,7 +148,7 @@ class Preparation:
             small, or the tokenizer loses too much of the text.
           OSError: it cannot be made, or a bucket does not answer.
         """
-        names = _names(self.out)
+        names = _names(self.out)  # one listing: in a bucket each costs a request
         self._refuse_if_finished(names)
         begun = read_text(self.out / PLAN) if PLAN in names else None  # the plan of that call
         if not _is_plan(begun) and not all(map(_TEMPORARY.fullmatch, names)):
@@ -226,7 +226,7 @@ class Preparation:
             try:
                 work_through(todo, self.run_task, workers=workers, progress=progress)
             except EXTERNAL_ERRORS:
-                if share == (0, 1) and not self._done():
+                if share == (0, 1) and not self._done():  # nothing to continue: leave nothing
                     self._discard()
                 raise
 
@@ -259,7 +259,7 @@ class Preparation:
             if len(starts):
                 write_bytes(self._starts(number, split), starts.tobytes())
         record["plan"] = self._plan_digest
-        write_text(self._record(number), json.dumps(record) + "\n")
+        write_text(self._record(number), json.dumps(record) + "\n")  # last: marks the task as done
         return record
 
     def finish(self) -> Metadata | None:
@@ -294,7 +294,7 @@ class Preparation:
         splits = {split: self._join(split, records) for split in SPLITS}
         splits = {name: split for name, split in splits.items() if split.num_tokens}
         self._check_splits(splits)
-        save(recipe.tokenizer, self.out)
+        save(recipe.tokenizer, self.out)  # before `meta.json`, which says that all is there
         metadata = Metadata(
             tokenizer=recipe.tokenizer.name,
             tokenizer_digest=recipe.tokenizer.digest,
@@ -328,7 +328,7 @@ class Preparation:
         fill = Fill(split=empty[0], number=last, is_only=counts[split] == 1)
         before = _shards(records[number])
         records[number] = self._do(number, lambda num_bytes: None, fill)
-        for name in before - _shards(records[number]):
+        for name in before - _shards(records[number]):  # the task may have fewer shards now
             _delete(self.out / name)
 
     # --- the state of a preparation --------------------------------------------------------------
@@ -359,6 +359,7 @@ class Preparation:
 
     def _read_records(self, numbers: Sequence[int]) -> Records:
         """The records of these tasks, by number; tasks that are not done are left out."""
+        # In threads: there may be thousands of records, each of which costs a request.
         with ThreadPoolExecutor(_REQUESTS_AT_ONCE) as pool:
             records = zip(numbers, pool.map(self._read_record, numbers), strict=True)
             return {number: record for number, record in records if record is not None}
@@ -493,7 +494,7 @@ class Preparation:
         for name in filter(_OURS.fullmatch, _names(self.out)):
             _delete(self.out / name)
         self._clean(_names(self.out))
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not empty: files of others stay
             os.rmdir(self.out)
 
     def _clean(self, names: set[str]) -> None:

@@ -190,7 +190,7 @@ def reading(path: str) -> Generator[None]:
         except (EOFError, OSError, csv.Error, zlib.error, lzma.LZMAError) as error:
             is_readers = not isinstance(error, OSError) or error.errno is None
             if (is_remote(path) and type(error) is OSError) or not is_readers:
-                raise  # the disk's or the bucket's
+                raise  # an error of the disk or the bucket
             what = "damaged or cut short"
             if "too much memory" in str(error):  # zstd's, of the frame's header
                 what = (
@@ -259,11 +259,7 @@ def _records(
 
 
 def _decode(record: bytes) -> str:
-    """The characters of a record, without a byte-order mark at its start.
-
-    Raises:
-      ValueError: the record is not UTF-8, or longer than the limit.
-    """
+    """The characters of a record; ValueError if it is not UTF-8 or too long."""
     if len(record) > _MAX_ROW_BYTES:
         raise ValueError(_TOO_LONG)
     return record.removeprefix(codecs.BOM_UTF8).decode()
@@ -302,11 +298,8 @@ def _is_json_lines(file: io.BufferedReader) -> bool:
 
 
 def _json_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
-    """The elements of an array, or values one after another, parsed block by block.
-
-    A block may end inside of a value. So a value counts only once more text follows it, or the file
-    has ended; until then its text waits for the next block.
-    """
+    """The elements of an array, or values one after another, parsed block by block: a value that
+    reaches the end of a block waits for the next one."""
     decoder, number, is_array = json.JSONDecoder(), 0, False
     with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
         waiting = text.read(BLOCK_BYTES).lstrip(_JSON_SPACE)
@@ -352,7 +345,7 @@ def _json_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
 
 def _delimited_rows(file: io.BufferedReader, field: str) -> Iterator[Row]:
     """The rows of a CSV file; the first one names the columns."""
-    csv.field_size_limit(_MAX_ROW_BYTES)
+    csv.field_size_limit(_MAX_ROW_BYTES)  # by default 128 kB
     with io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         first = text.readline()
         delimiter = max(",;\t|", key=first.count)
@@ -443,6 +436,7 @@ def text_in(row: Any, field: str) -> str:
     if isinstance(row, str):
         return row
     value: Any = read_as(dict[str, Any], row) if not isinstance(row, Mapping) else row
+    # A column may have a dot in its own name.
     for name in [field] if field in value else field.split("."):
         if value is None:
             return ""

@@ -80,7 +80,7 @@ def divide(corpus: Corpus, *, task_bytes: int | None, held_out: float) -> list[T
       task_bytes: approximate text of a task; None chooses by the size of the corpus.
       held_out: share for validation, in [0, 1].
     """
-    if task_bytes is None:
+    if task_bytes is None:  # not by the number of workers: the tasks decide the bytes of shards
         total = sum(file.num_bytes or 0 for file in corpus.files)
         task_bytes = min(max(total // _TASKS_WANTED, _TASK_BYTES[0]), _TASK_BYTES[1])
     tasks: list[Task] = []
@@ -102,14 +102,12 @@ def divide(corpus: Corpus, *, task_bytes: int | None, held_out: float) -> list[T
 
 
 def _ranges_of(corpus: Corpus, number: int, task_bytes: int, cut: float) -> Iterator[FileRange]:
-    """The ranges of a file: equal ones of a task at most if it is divisible, else the whole file.
-
-    A file that is one document is divided at `cut` first, so that no range has text of both splits.
-    """
+    """The ranges of a file: equal ones of at most a task if it is divisible, else the file."""
     file = corpus.files[number]
     if not file.is_divisible:
         yield FileRange(number)
         return
+    # A document is divided at `cut` first, so that no range has text of both splits.
     edges = [0.0, cut, 1.0] if file.is_document and 0 < cut < 1 else [0.0, 1.0]
     for low, high in itertools.pairwise(edges):
         count = max(math.ceil((file.num_bytes or 0) * (high - low) / task_bytes), 1)
@@ -120,14 +118,12 @@ def _ranges_of(corpus: Corpus, number: int, task_bytes: int, cut: float) -> Iter
 def split_of(name: str, held_out: float) -> str:
     """The split of a document, by a hash of its name."""
     digest = hashlib.sha256(name.encode("utf-8", "backslashreplace")).digest()
-    return SPLITS[int.from_bytes(digest[:8], "big") < held_out * 2**64]
+    return SPLITS[int.from_bytes(digest[:8], "big") < held_out * 2**64]  # True is 1, "val"
 
 
 def _by_split(task: Task, part: FileRange, document: Document) -> list[tuple[str, Document]]:
-    """A document that a range has read, with its split; or two, if the split changes within it.
-
-    A document that is a file has its end held out, any other document is held out whole.
-    """
+    """A document from a range with its split. Of a document that is a file only the end is held
+    out: such a one may be divided into two."""
     cut = task.cut
     if not task.corpus.files[part.file].is_document:
         return [(split_of(document.name, task.held_out), document)]
@@ -198,9 +194,7 @@ class Recipe:
         return tasks
 
     def check_loss(self) -> Loss | None:
-        """Characters that the tokenizer loses in a sample of the text; None if it loses none.
-
-        The sample is the beginnings of the first, the middle and the last file.
+        """Characters that the tokenizer loses in the beginnings of three files; None if none.
 
         Raises:
           ValueError: more than 1 % is lost, and `allow_lossy` is False.
@@ -308,7 +302,7 @@ def write_task(
 
     with contextlib.ExitStack() as stack:
         scratch = os.fspath(out)
-        if is_remote(out):
+        if is_remote(out):  # objects cannot be renamed: a shard is uploaded when it is complete
             scratch = stack.enter_context(tempfile.TemporaryDirectory())
         writers = {
             split: stack.enter_context(
@@ -367,11 +361,8 @@ def _unless_blank(pieces: Iterator[str]) -> Iterator[str]:
 
 
 def _pieces(blocks: Iterable[str]) -> Iterator[str]:
-    """The text in pieces of bounded length, cut after line breaks.
-
-    The cuts do not depend on the sizes of the blocks, so neither do the tokens.
-    """
-    waiting = ""
+    """The text in pieces of bounded length, cut after line breaks."""
+    waiting = ""  # the cuts depend on the text alone, not on its blocks: so do the tokens
     for block in blocks:
         waiting += block
         while len(waiting) > 2 * _PIECE_CHARACTERS:
@@ -384,16 +375,13 @@ def _pieces(blocks: Iterable[str]) -> Iterator[str]:
 
 
 class _SplitWriter:
-    """Writes the shards of a task for one split; a context that removes files without a final name.
-
-    `starts` are pairs of a document's first token and the hash of its tokens.
-    """
+    """Writes a task's shards of one split; a context that removes files without a final name."""
 
     def __init__(self, directory: Path, name: str, dtype: str, shard_tokens: int) -> None:
         self._directory, self._name, self._shard_tokens = directory, name, shard_tokens
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self.num_tokens = self.num_documents = 0
-        self.starts: list[tuple[int, int]] = []
+        self.starts: list[tuple[int, int]] = []  # first token and hash of each document
         self._shards: dict[Path, Shard] = {}
         self._file: Any = None
 

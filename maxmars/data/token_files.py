@@ -167,6 +167,7 @@ class TokenStream:
         self.directory, self.split = directory, split
         size = directory.dtype.itemsize
         counts = [(file.num_bytes - file.header_bytes) // size for file in files]
+        # An empty file cannot be mapped.
         self._files = [file for file, count in zip(files, counts, strict=True) if count]
         self._starts = [0, *itertools.accumulate(filter(None, counts))]
 
@@ -279,6 +280,7 @@ class TokenStream:
         merged = merge_ranges((index, byte, byte + length) for index, byte, length in bytes_of)
         contents = read_ranges([(self._files[i].path, start, end) for i, start, end in merged])
         for (at, _, _, count), (index, byte, _) in zip(spans, bytes_of, strict=True):
+            # The last merged range that begins at or before this byte.
             range_ = bisect.bisect_right(merged, (index, byte, np.inf)) - 1
             content, offset = contents[range_], byte - merged[range_][1]
             tokens[at : at + count] = np.frombuffer(content, dtype, count, offset)

@@ -6,8 +6,7 @@ reads a directory of any of these, and `save` writes one.
 
 Plain bytes need no library. GPT-2's encoding is tiktoken's, and the library tokenizers reads any
 other `tokenizer.json` (both in the extra `hf`). `load` recognises the vocabularies of bytes and
-GPT-2 in a `tokenizer.json` by their digests, and takes the faster class for them. What the files of
-a tokenizer say beyond that, such as a chat template, is kept unread and written again.
+GPT-2 in a `tokenizer.json` by their digests, and takes the faster class for them.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ _TOKENIZER, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 _VOCABULARY, _MERGES = "vocab.json", "merges.txt"
 _GENERATION, _TEMPLATE = "generation_config.json", "chat_template.jinja"
 _GPT2_CLASS = "GPT2Tokenizer"
-# Settings that are not written again: code, paths, and `add_prefix_space`, by which the library
-# would change the tokens.
+# Settings that are not written: code, paths, and `add_prefix_space`, which changes the tokens.
 _LEFT_OUT = ("auto_map", "name_or_path", "tokenizer_file", "vocab_file", "add_prefix_space")
 _STRIDE = 250_000  # characters
 _SAMPLE = "She reads 3 books:\n\n\tnaïve  café, don't  stop!"
@@ -269,9 +267,8 @@ class GPT2Tokenizer(_BytesOfTokens):
 
     def encode(self, text: str) -> UInt16[np.ndarray, " tokens"]:
         # tiktoken fails where a million characters of white space come before another character.
-        # GPT-2's pattern takes all of a run but its last character as one piece, so a cut before
-        # the last character does not change the tokens. A search at every stride finds each run of
-        # twice that length.
+        # GPT-2's pattern takes all of a run but its last character as one piece, so a cut there
+        # does not change the tokens. Looking at every stride finds each run of twice the stride.
         cuts, end = [0], 0
         for start in range(_STRIDE, len(text), _STRIDE):
             if start >= end and (run := self._white_space.match(text, start)):
@@ -358,11 +355,8 @@ class JsonTokenizer(Tokenizer):
         )
 
     def loss(self, text: str) -> Loss:
-        """The characters of a text that `decode(encode(text))` lacks.
-
-        An unknown token decodes to nothing here, unless the text contains its name. Characters are
-        counted, not compared in order, as some decoders move blanks.
-        """
+        """The characters of a text that `decode(encode(text))` lacks, whatever their order: some
+        decoders move blanks. An unknown token counts as lost, unless the text has its name."""
         text = text.encode("utf-8", "replace").decode()
         encoding = self._tokenizer.encode(text, add_special_tokens=False)
         name, normalizer = self._tokenizer.id_to_token(self._unknown), self._tokenizer.normalizer
@@ -461,8 +455,7 @@ def load(name_or_path: epath.PathLike, *, eot_token: str | None = None) -> Token
                 "text and to score the model later."
             )
     path = epath.Path(name_or_path).expanduser()
-    # A file named by the user never becomes `byte` or `gpt2`: the plan of a preparation holds the
-    # tokenizer's name, and unfinished ones must go on.
+    # A file never becomes `byte` or `gpt2`: its name is in the plan of unfinished preparations.
     files = _read(path)
     with about(path):
         return _make(files, eot_token, built_in=path.suffix != ".json")
@@ -471,9 +464,8 @@ def load(name_or_path: epath.PathLike, *, eot_token: str | None = None) -> Token
 def save(
     tokenizer: Tokenizer, directory: epath.PathLike, *, max_seq_len: int | None = None
 ) -> None:
-    """Write the files of a tokenizer, for `load` and for `transformers.AutoTokenizer`.
-
-    Both then give the same tokens, except for a text that spells out a special token.
+    """Write a tokenizer for `load`, and for `transformers.AutoTokenizer`, whose tokens are the same
+    but for a text that spells out a special token.
 
     Args:
       tokenizer: any tokenizer.

@@ -45,7 +45,7 @@ def verify_split(
       ValueError: a file does not match, or cannot be read; every process raises.
     """
     expected = {str(f.path): f.sha256 for f in files if f.sha256}
-    expected = {**(first_read or {}), **expected}
+    expected = {**(first_read or {}), **expected}  # a recorded checksum wins
     damage = ""
     for file in own_share([f for f in files if f.split == split and str(f.path) in expected]):
         try:
@@ -56,7 +56,7 @@ def verify_split(
         if sha256 != (before := expected[str(file.path)]):
             says = "it was prepared with" if file.sha256 else "the run read it with"
             damage = f"{_mismatch(file, sha256, f'{says} {before}')}; {AGAIN}."
-    for text in processes.texts_of_all(damage):
+    for text in processes.texts_of_all(damage):  # each process has hashed only its share
         if text:
             raise ValueError(text)
 
@@ -162,7 +162,7 @@ class Verification(contextlib.AbstractContextManager["Verification"]):
         """
 
         def pause(num_bytes: int) -> None:
-            if self._closing.is_set():
+            if self._closing.is_set():  # a file of gigabytes must not delay the end of the run
                 raise InterruptedError
 
         expected, says = file.sha256, "it was prepared with"

@@ -81,6 +81,7 @@ class TokenWindows:
             )
 
     def __len__(self) -> int:
+        # A window needs length + 1 tokens.
         return (self.stream.num_tokens - 1 - self.length) // self._stride + 1
 
     @property

@@ -1,8 +1,8 @@
 """Numbered work in a pool of processes on this machine.
 
-`concurrent.futures` has the pool; this module adds three things. Workers report progress within a
-number, since one number may take minutes. Workers ignore Ctrl-C, which the parent handles. And no
-worker outlives its parent, however the parent ends (`end_with_parent`, for Grain's workers too).
+`concurrent.futures` has the pool. Three things are added: progress within a number, as one may take
+minutes; Ctrl-C goes to the parent alone; and no worker outlives a killed parent
+(`end_with_parent`, for Grain's workers too).
 """
 
 from __future__ import annotations
@@ -95,8 +95,7 @@ def _start_worker(work: Work, count: Any, stop: Any) -> None:
 
 def end_with_parent() -> None:
     """End this process when its parent has ended, even by a kill."""
-    # A worker waits for work on a pipe. Its siblings hold that pipe open as well, so the end of the
-    # parent does not close it, and all would wait for ever.
+    # A worker waits for work on a pipe, which its siblings hold open even without the parent.
     parent = parent_process()
     assert parent is not None
 

@@ -134,10 +134,8 @@ def _require_bucket(name: str) -> None:
 
 
 def open_store(directory: epath.PathLike, max_retries: int = 4) -> Any:
-    """The `tensorstore.KvStore` at a directory of a bucket.
-
-    It gives up after a few seconds with 4 retries, and 4 s later for each further one.
-    """
+    """The `tensorstore.KvStore` at a directory of a bucket; it gives up after a few seconds, and
+    4 s later for each retry over 4."""
     import tensorstore  # comes with Orbax
 
     bucket, _, path = os.fspath(directory).removeprefix("gs://").partition("/")
@@ -231,9 +229,7 @@ def replacing(path: epath.PathLike) -> Generator[Path, None, None]:
 
 
 def check_writable(path: epath.Path) -> None:
-    """Check that a file can be written, before the work of computing its contents.
-
-    The directory is made if there is none.
+    """Check that a file can be written, before its contents are computed; makes its directory.
 
     Raises:
       OSError: the file cannot be written.
@@ -321,12 +317,7 @@ class LineFile:
         may_write: Callable[[], None] = lambda: None,
         every_s: float = _UPLOAD_EVERY_S,
     ) -> None:
-        """Open the file.
-
-        Args:
-          path: of the file.
-          may_write: raises ValueError once another run owns the directory.
-          every_s: interval of uploads.
+        """Open the file; `may_write` raises ValueError once another run owns the directory.
 
         Raises:
           OSError: the file cannot be written.

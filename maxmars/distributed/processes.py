@@ -206,10 +206,10 @@ def _local_device_ids() -> list[int] | None:
     """`[]` for all devices that the process sees; None for JAX's own choice."""
     # In SLURM JAX gives process i of a node device i. That is wrong for a process that is alone on
     # its node, and where SLURM has given each process devices of its own.
-    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE")  # such as 8(x2),4
+    tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE")
     if tasks is None or "JAX_LOCAL_DEVICE_IDS" in os.environ:
         return None
-    alone = all(int(count) == 1 for count in re.findall(r"(?:^|,)(\d+)", tasks))
+    alone = all(int(count) == 1 for count in re.findall(r"(?:^|,)(\d+)", tasks))  # of 8(x2),4
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return [] if alone or (visible and "," not in visible) else None
 
@@ -258,9 +258,7 @@ def from_primary(value: Any) -> Any:
 
 
 def text_from_primary(read: Callable[[], str | None]) -> str | None:
-    """The result of `read` in the primary process, for all processes; all must call.
-
-    Only the primary process calls `read`.
+    """The result of `read`, which only the primary process calls, in all processes; all must call.
 
     Raises:
       ValueError: `read` failed in the primary process, which itself raises the original error.
@@ -278,10 +276,8 @@ def text_from_primary(read: Callable[[], str | None]) -> str | None:
 
 
 def first_mismatch(text: str) -> tuple[int, str, str] | None:
-    """The first process whose text differs from that of process 0, with both texts.
-
-    None if all are equal. All processes must call, and all get the same answer.
-    """
+    """The first process whose text differs from that of process 0, with both texts; None if all are
+    equal. All processes must call, and all get the same answer."""
     first, *others = texts_of_all(text)
     return next(((i, other, first) for i, other in enumerate(others, 1) if other != first), None)
 

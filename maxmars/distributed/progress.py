@@ -112,7 +112,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
             disable=not self._is_live,
         )
         self._task: rich.progress.Task | None = None
-        self._early: list[str] = []  # lines before `copy_to`
+        self._early: list[str] = []
         self._copy: Callable[[str], None] = self._early.append
         self._warnings = _Warnings(self.message)
         self._handlers, self._propagates = _LOGGER.handlers[:], _LOGGER.propagate
@@ -164,7 +164,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
         def show() -> None:
             self._rows.update(row, visible=True)
-            self._last_line = None  # makes a line due
+            self._last_line = None
             with contextlib.suppress(OSError):
                 self._show(text)
 

@@ -78,7 +78,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
       pause_s: wait of a start after two failed ones; it doubles with each further one.
     """
 
-    _sync_points: ClassVar[Iterator[int]] = itertools.count(1)  # see `stop_due`
+    _sync_points: ClassVar[Iterator[int]] = itertools.count(1)
 
     def __init__(self, command: str | None = None, pause_s: float = 5.0) -> None:
         self.command = command
@@ -88,7 +88,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         self._wakeup: tuple[int, int] | None = None  # wakeup descriptor, and the one before
         self._start: tuple[Any, str | None] | None = None  # workdir and identifier, once counted
         self._starts: _Starts | None = None  # the record, in the process that counts
-        self._made_directories: list[Any] = []  # directories that the record needed
+        self._made_directories: list[Any] = []
         self._lock = threading.RLock()  # a signal ends a start from another thread
 
     def __enter__(self) -> RunProcess:
@@ -145,7 +145,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
 
         is_process_zero = processes.is_process_zero(process_id)
         if is_process_zero:
-            self._count_start(workdir, newest_step, log)  # before the others are met
+            self._count_start(workdir, newest_step, log)
         open_port = processes.initialize(
             coordinator, num_processes, process_id, timeout_s=timeout_s
         )
@@ -283,7 +283,7 @@ class RunProcess(contextlib.AbstractContextManager["RunProcess"]):
         if self._wakeup is not None:
             (write, before), self._wakeup = self._wakeup, None
             signal.set_wakeup_fd(before)
-            os.close(write)  # ends the thread of `_end_start`
+            os.close(write)
 
     # --- how it ends -----------------------------------------------------------------------------
 

@@ -265,12 +265,8 @@ def look_up(tables: Float[Array, "P V D"], ids: Int[Array, "B T"]) -> Float[Arra
 
 
 def on_shards(function: Callable[..., Any], *arrays: Any) -> Any:
-    """`function` applied to each shard of the batch.
-
-    Args:
-      function: computes each row by itself.
-      arrays: split over the batch on their first axis, as rows and `copies` are.
-    """
+    """`function`, which computes each row by itself, applied to each shard of the batch. The arrays
+    are split over the batch on their first axis, as rows and `copies` are."""
     if jax.sharding.get_abstract_mesh().empty:
         return function(*arrays)
     by_batch = RULES.spec("batch")
@@ -294,9 +290,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def ambient_batch_shards() -> int:
     """Number of shards into which the ambient mesh splits the rows of a batch; 1 without a mesh.
-
-    Manual axes do not count: inside of a `jax.shard_map`, arrays are split over them already.
-    """
+    Arrays inside of a `jax.shard_map` are split over its Manual axes already."""
     mesh = jax.sharding.get_abstract_mesh()
     axes = set() if mesh.empty else set(RULES.batch or ()) - set(mesh.manual_axes)
     return math.prod(mesh.shape[axis] for axis in axes)

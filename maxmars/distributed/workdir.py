@@ -15,10 +15,11 @@ ENVIRONMENT = "environment.json"  # versions, code, devices and mesh
 DATA = "data.json"  # digest, and of each part of the data: name, source, tokens and documents
 PARAMETERS = "parameters.txt"  # shape, matrix, update rule, rate and decay of each parameter
 TOKENIZER = "tokenizer"  # of the data, for `generate`, `eval` and `export`
-SOURCES = "sources"  # files of the user's own: of the data here, and of
-MODEL_SOURCE = "sources/model"  # the model,
-OPTIMIZER_SOURCE = "sources/optimizer"  # the optimizer and
-EVAL_SOURCE = "sources/eval"  # the evaluations there; the config has the SHA-256 of each
+# Copies of the user's own files; the config has the SHA-256 of each.
+SOURCES = "sources"
+MODEL_SOURCE = "sources/model"
+OPTIMIZER_SOURCE = "sources/optimizer"
+EVAL_SOURCE = "sources/eval"
 KEPT_SOURCES = {
     SOURCES: "data",
     MODEL_SOURCE: "model",
@@ -27,9 +28,7 @@ KEPT_SOURCES = {
 }
 
 # What happened. Files of lines only grow, but for the lines of steps that are made again.
-JOURNAL = (
-    "journal.jsonl"  # what each session began with, saved and ended with; checkpoint/journal.py
-)
+JOURNAL = "journal.jsonl"  # begin, saves and end of each session; checkpoint/journal.py
 METRICS = "metrics.jsonl"  # `step`, `tokens` and metrics; train/sinks.py
 SUMMARY = "summary.json"  # results of the run, at the end of a session; train/summary.py
 LOGS = "logs"  # host_000.log of each process, what it printed; distributed/progress.py
