@@ -1,6 +1,7 @@
 """Environment of a run: versions, code, devices and mesh.
 
-It is recorded and compared, never required: a run may continue with other versions and devices.
+It is recorded with each checkpoint and compared, never required: a run may continue with other
+versions and on other devices.
 """
 
 from __future__ import annotations

@@ -234,7 +234,7 @@ class Preparation:
         """Do one task, if it is not done.
 
         Args:
-          number: of the task.
+          number: number of the task.
           report: called now and then with the bytes of text tokenised since its last call.
 
         Raises:

@@ -253,7 +253,7 @@ def write_task(
 
     Args:
       recipe: the recipe of the whole directory.
-      number: of the task.
+      number: number of the task.
       out: the directory of the shards.
       check: called before any file gets its final name; may raise.
       report: called now and then with the bytes of text tokenised since its last call.
@@ -279,26 +279,24 @@ def write_task(
 
     def add(document: Document, writer: _SplitWriter) -> None:
         """Tokenise a document or a part of one; a document of white space alone is left out."""
-        is_whole, sha = document.first and document.last, hashlib.blake2b(digest_size=8)
-        # Of a part, a later part may have text: it is never left out, and begins at once.
-        has_begun, is_start = not is_whole, document.first
-        if document.first and not is_whole:
-            writer.starts.append((writer.num_tokens, 0))
+        start, is_whole = writer.num_tokens, document.first and document.last
+        sha, is_start = hashlib.blake2b(digest_size=8), document.first
         pieces = _pieces(document.blocks)
         for text in _unless_blank(pieces) if is_whole else pieces:
             tokens = _encoded(text, tokenizer, document.name, is_start=is_start)
             is_start = False
-            if len(tokens) and not has_begun:
-                has_begun = True
-                writer.starts.append((writer.num_tokens, 0))
             sha.update(tokens.tobytes())
             writer.append(tokens)
             report(len(text) if text.isascii() else len(text.encode("utf-8", "replace")))
-        if document.last and has_begun:
+        # A part without tokens is not left out: other parts of its document may have some.
+        if is_whole and writer.num_tokens == start:
+            return
+        if document.first:
+            digest = int.from_bytes(sha.digest(), "little") if is_whole else 0
+            writer.starts.append((start, digest))
+        if document.last:
             writer.append(np.array([tokenizer.eot], recipe.dtype))
             writer.num_documents += 1
-            if is_whole:
-                writer.starts[-1] = (writer.starts[-1][0], int.from_bytes(sha.digest(), "little"))
 
     with contextlib.ExitStack() as stack:
         scratch = os.fspath(out)
@@ -317,6 +315,7 @@ def write_task(
                 if fill:  # `_head_and_tail` reads a document again, and blocks are an iterator
                     document = replace(document, blocks=("".join(document.blocks),))
                 by_split = _by_split(task, part, document)
+                # The document to move: the last of its split, counted by the ends written so far.
                 split, first = by_split[0]
                 is_whole = first.first and first.last
                 number_there = writers[split].num_documents
