@@ -235,7 +235,7 @@ def open_data(
             windows: Windows = _own_windows(part, split, model)
             _check_all_have(windows.digest(), f"data.source={part.source!r}, split {split!r}")
         else:
-            assert isinstance(config, TokenOptions)  # all configs but that of one user's function
+            assert isinstance(config, TokenOptions)  # as every config with a part of tokens is
             if isinstance(before, TokenWindows):  # one look at the files for `train` and `val`
                 directory = before.stream.directory
             else:

@@ -104,8 +104,8 @@ class ExampleCheck:
         stacked, bound = np.stack(arrays), self._bounds.get(name)
         if bound is not None:
             last, rule = bound
-            # The model never embeds the last position, which is that of a target alone. NaN is
-            # outside as well: every comparison with it is False.
+            # The last token is only a target, whose position the model never embeds. The negation
+            # finds NaN too, for which every comparison is False.
             values = stacked[:, : self._length] if name == "positions" else stacked
             outside = ~((values >= 0) & (values <= last))
             if outside.any():

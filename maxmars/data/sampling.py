@@ -200,10 +200,9 @@ def _seed_of_part(seed: int, part: int) -> int:
 
 
 def validation_numbers(sizes: Sequence[int], weights: Sequence[float]) -> grain.MapDataset[int]:
-    """The numbers of the windows of validation in order; those of several parts interleaved.
+    """The numbers of the validation windows in order; the parts of a mixture are interleaved.
 
-    Of a mixture there are as many as the interleaving takes before it would need a window that a
-    part does not have.
+    A mixture ends before the first example that would need more windows than a part has.
     """
     interleaving = Interleaving(weights)
 
@@ -211,7 +210,7 @@ def validation_numbers(sizes: Sequence[int], weights: Sequence[float]) -> grain.
         counts = interleaving.counts(num_examples)
         return any(count > size for count, size in zip(counts, sizes, strict=True))
 
-    # The counts grow with the number of examples, so the first number that is too many is bisected.
+    # Counts grow with the number of examples: bisection finds the first number that is too many.
     count = bisect.bisect_left(range(sum(sizes) + 1), True, key=too_many) - 1
     return grain.MapDataset.select_from_datasets(
         [IndexRange(numbers) for numbers in _ranges(sizes)],

@@ -122,8 +122,8 @@ def split_of(name: str, held_out: float) -> str:
 
 
 def _by_split(task: Task, part: FileRange, document: Document) -> list[tuple[str, Document]]:
-    """A document from a range with its split. Of a document that is a file only the end is held
-    out: such a one may be divided into two."""
+    """A document from a range, with its split; or its two parts, if the file is one document and
+    its held-out end begins within the range."""
     cut = task.cut
     if not task.corpus.files[part.file].is_document:
         return [(split_of(document.name, task.held_out), document)]

@@ -124,8 +124,8 @@ class Tokenizer(abc.ABC):
 
     @property
     def num_text_ids(self) -> int:
-        """Number of ids that a model needs rows for: of tokens in texts, and of those that end one.
-        Special tokens with higher ids, such as a `[PAD]`, are in no text."""
+        """Number of ids that a model needs rows for: all up to the last token that a text contains
+        or ends with. Special tokens with higher ids, such as a `[PAD]`, are in no text."""
         return self.vocab_size
 
     @property

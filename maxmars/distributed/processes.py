@@ -1,8 +1,8 @@
 """Several processes as one run: joining, the primary process, barriers, agreement.
 
-In a run of one process every function here returns at once, so callers need no case for it. What
-only one process does (reading a directory, taking a lock), it does in `text_from_primary`: then the
-others get the result, or fail with it, instead of waiting in a collective for ever.
+In a run of one process every function here returns at once, so callers need no case for it. Work of
+one process for all (reading a directory, taking a lock) is done in `text_from_primary`: the others
+get the result, or fail with it, instead of waiting in a collective for ever.
 """
 
 from __future__ import annotations
