@@ -160,7 +160,8 @@ def _normalized_fwd(x: Any, scale: Any, epsilon: float) -> tuple[jax.Array, Any]
 def _normalized_bwd(epsilon: float, residuals: Any, d_y: jax.Array) -> tuple[Any, Any]:
     # From the mean and the deviation of each token; what differentiation would keep instead makes
     # XLA write the terms of the scale's gradient to memory: 2 % of a step of small on an H200.
-    x, scale, mean, inverse = _once_more(residuals)
+    x, scale, mean, inverse = residuals
+    x, mean, inverse = _once_more((x, mean, inverse))
     normal = (x.astype(mean.dtype) - mean) * inverse
     d_scale = (d_y * normal).sum(range(x.ndim - 1))
     d_normal = d_y * scale
@@ -267,8 +268,11 @@ class Attention(nnx.Module):
     ) -> list[Float[Array, "B T HK"]]:
         """Queries, times the scale, keys and values, the heads side by side."""
         # Without the barriers XLA lays the kernel's gradient out as [D, 3, H, K], for which it
-        # transposes x and the gradients of queries, keys and values.
-        kernel = jax.lax.optimization_barrier(self.c_attn.in_type(x.dtype))
+        # transposes x and the gradients of queries, keys and values. On GPUs the second is enough,
+        # and the kernel is cast and cut at once.
+        kernel = self.c_attn.in_type(x.dtype)
+        if ambient_platform() not in GPUS:
+            kernel = jax.lax.optimization_barrier(kernel)
         projections = []
         for index in range(3):
             weight = kernel[:, index]

@@ -31,6 +31,7 @@ def step_on(topology, rows, **model):
     return make_plan(config, get_topology(topology), evaluate=False).train_step
 
 
+MOVES = {"copy", "concatenate", "transpose", "slice"}
 TWO_LAYERS = {"num_layers": 2, "vocab_size": 512, "remat": "full"}
 
 
@@ -80,8 +81,9 @@ def test_no_gelu_is_computed_within_a_product_that_reads_it():
 
 @needs_cuda
 def test_a_gpu_writes_no_logits_copies_no_heads_and_starts_few_kernels():
-    small = {"num_layers": 12, "num_heads": 12, "embed_dim": 768, "vocab_size": 50257}
-    step = step_on("h100:1", 24, **small, remat=None, attention="cudnn")
+    small = {"num_layers": 12, "num_heads": 12, "embed_dim": 768}
+    recipe = {"vocab_size": 50304, "use_bias": False, "remat": None, "attention": "cudnn"}
+    step = step_on("h100:1", 24, **small, **recipe)
     module = parse(step.executable)
     computations = module.computations.values()
     fused = {
@@ -99,7 +101,8 @@ def test_a_gpu_writes_no_logits_copies_no_heads_and_starts_few_kernels():
     ]
     assert any(re.search(r"bf16\[\d+,50304\]", i.shape) for i in written)
     assert not [i.name for i in written if re.search(r"f32\[\d+,50304\]", i.shape)]
-    moved = [i for i in written if i.opcode in ("copy", "concatenate", "transpose")]
+    does = [(i, {*opcodes(module, [i])} - {"fusion", "parameter", "bitcast"}) for i in written]
+    moved = [i for i, what in does if what and what <= MOVES]
     assert not [i.name for i in moved if re.search(r"\[24,1024,(12,64|768|2304)\]", i.shape)]
     kinds = step.clock.kinds
-    assert sum(kind.count for name, kind in kinds.items() if name != OPTIMIZER) <= 700
+    assert sum(kind.count for name, kind in kinds.items() if name != OPTIMIZER) <= 610
