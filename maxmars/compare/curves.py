@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +27,11 @@ NORMS = {
 }
 LOGGED = {TRAINING_LOSS: "training loss", "train/learning_rate": "learning rate", **NORMS}
 """Metrics of steps that a report draws beside the validation losses, and how it calls them."""
+LAYER_NORMS = {
+    "layers/grad_norm": "gradient norm",
+    "layers/update_rms": "update RMS",
+    "layers/update_spectral_norm": "spectral norm of update",
+}
 NAMES = {VALIDATION_LOSS: "validation loss", **LOGGED}
 
 
@@ -54,7 +61,8 @@ class Recorded:
 
     points: Mapping[str, Sequence[Point]]
     """Metric -> points, steps increasing; the metrics of `NAMES`, `NORMS` by component of the
-    model, bits per byte, and evaluations of the user's own, as far as the run has them."""
+    model, `LAYER_NORMS` by matrix, bits per byte, and evaluations of the user's own, as far as the
+    run has them."""
     step_time_s: float | None
     """Median time of a step; None where too few steps were timed."""
 
@@ -142,7 +150,11 @@ def read_recorded(workdir: epath.PathLike, config: TrainConfig) -> Recorded:
     """What a run recorded in its `metrics.jsonl`, if that is there."""
     rows = read_metrics(workdir)
     keys = sorted({key for row in rows for key in row})
-    more = [key for key in keys if key.rpartition("/")[0] in NORMS or own_metric(key)]
+    more = [
+        key
+        for key in keys
+        if key.rpartition("/")[0] in NORMS or key.startswith("layers/") or own_metric(key)
+    ]
     points = {key: _points(rows, key, config) for key in (*NAMES, BITS_PER_BYTE, *more)}
     times = [row["perf/step_time"] for row in rows if "perf/step_time" in row]
     return Recorded(
@@ -159,6 +171,37 @@ def norms_by_component(lines: Sequence[Line]) -> dict[str, str]:
         for metric in sorted({name for line in lines for run in line.runs for name in run.points})
         if metric.startswith(f"{norm}/")
     }
+
+
+def norms_by_layer(lines: Sequence[Line]) -> tuple[list[Line], dict[str, str]]:
+    """The norms of matrices over the layers, each the median over the steps of a run.
+
+    Returns:
+      Lines whose points have a layer's number as steps and tokens; and metric -> how a report calls
+      it, the quantities of one matrix after each other.
+    """
+    over_layers = [
+        dataclasses.replace(line, runs=tuple(map(_over_layers, line.runs))) for line in lines
+    ]
+    metrics = {metric for line in over_layers for run in line.runs for metric in run.points}
+    names = {}
+    for matrix in sorted({metric.split("/", 2)[2] for metric in metrics}):
+        names |= {f"{norm}/{matrix}": f"{matrix}\n{name}" for norm, name in LAYER_NORMS.items()}
+    return over_layers, names
+
+
+def _over_layers(run: Recorded) -> Recorded:
+    points: dict[str, list[Point]] = {}
+    for key, of_key in run.points.items():
+        if key.startswith("layers/"):
+            # `blocks.kernel/3` of a stack, `blocks.3.kernel` of separate layers.
+            numbered = re.fullmatch(r"(.*)[./](\d+)([./].*|)", key)
+            before, number, after = numbered.groups() if numbered else (key, 0, "")
+            median = float(np.nanmedian([value for *_, value in of_key]))
+            points.setdefault(before + after, []).append((int(number), int(number), median))
+    return Recorded(
+        points={metric: sorted(of_metric) for metric, of_metric in points.items()}, step_time_s=None
+    )
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str, config: TrainConfig) -> list[Point]:

@@ -65,7 +65,7 @@ _FEWEST = 2  # points of a run after that share; with fewer it counts, too
 _REACH = 1.5  # of an axis of losses, in ranges of the lower half of the runs
 _DECADES = 2  # of a logarithmic axis above the lower half of the runs
 _SMOOTHED = 16  # a running mean is over one of so many parts of a run
-_AXES = {"tokens": "tokens", "steps": "steps", "time": "time of the steps"}
+_AXES = {"tokens": "tokens", "steps": "steps", "time": "time of the steps", "layers": "layer"}
 
 
 def why_no_figures() -> str | None:
@@ -102,14 +102,15 @@ def draw_lines(
       lines: one for each contender or run.
       path: of the figure; its directory is made.
       metrics: metric -> how it is called; those that no line has get no panel.
-      against: `tokens`, or `time`, which leaves out lines without timed steps.
+      against: `tokens`, or `time`, which leaves out lines without timed steps, or `layers` of the
+        lines of `norms_by_layer`.
       columns: panels beside each other.
       note: what the figure is of, above it.
 
     Returns:
       Whether there was anything to draw.
     """
-    timed = [line for line in lines if against == "tokens" or line.seconds_per_step is not None]
+    timed = [line for line in lines if against != "time" or line.seconds_per_step is not None]
     panels = {name: drawn for name in metrics if (drawn := _series(lines, timed, name, against))}
     if not panels:
         return False
@@ -260,7 +261,7 @@ def _series(
         if not (runs := line.points(metric)):
             continue
         pairs = [
-            (tokens if against == "tokens" else steps * line.seconds_per_step, values)
+            (steps * line.seconds_per_step if against == "time" else tokens, values)
             for steps, tokens, values in (*runs, line.mean(metric))
         ]
         x, means = pairs.pop()
@@ -281,8 +282,10 @@ def _smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _label_positions(axes: Any, against: str) -> None:
-    from matplotlib.ticker import EngFormatter
+    from matplotlib.ticker import EngFormatter, MaxNLocator
 
+    if against == "layers":
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     is_time = against == "time"
     axes.xaxis.set_major_formatter(
         (lambda value, _: duration(value)) if is_time else EngFormatter(sep="")

@@ -21,6 +21,7 @@ from maxmars.compare.curves import (
     Line,
     Recorded,
     norms_by_component,
+    norms_by_layer,
     shown_names,
 )
 from maxmars.compare.figures import draw_lines, why_no_figures
@@ -173,6 +174,11 @@ def line_figures(lines: Sequence[Line], figures: Figures, what: str) -> Iterator
             yield figures.image(
                 name, f"{text}{what}, of runs whose metrics.jsonl is there. {ending}"
             )
+    over_layers, metrics = norms_by_layer(lines)
+    path = figures.path("norms_by_layer")
+    if draw_lines(over_layers, path, metrics, against="layers", columns=3, note=figures.note):
+        ending = f"each the median over the steps that were logged.{thin}"
+        yield figures.image(path.stem, f"Norms of each layer's matrices{what}, {ending}")
 
 
 def _names(lines: Sequence[Line]) -> str:

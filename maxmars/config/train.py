@@ -141,9 +141,11 @@ class LogConfig(CheckedConfig):
     every: Positive[int] = 10
     """Steps between lines of metrics. The terminal keeps those of steps 1, 10, 20, 50, 100, 200,
     500, ... and about a hundred others."""
-    norms: bool = True
+    norms: bool | Literal["layers"] = True
     """Also write the norms of gradients, parameters and updates, separately for embeddings,
-    attention, MLP, and norms and biases. The compiled step computes them."""
+    attention, MLP, and norms and biases; with `layers` also the gradient's norm, and the root mean
+    square and spectral norm of the update, of each layer's matrices. The compiled step computes
+    them."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, to `<workdir>/tensorboard` (extra `tensorboard`)."""
     wandb: Literal["online", "offline"] | None = None

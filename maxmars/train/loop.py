@@ -17,9 +17,10 @@ from maxmars.train.auto import noting_less_memory
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom
 from maxmars.train.metrics import validation_losses
+from maxmars.train.norms import relative_distance
 from maxmars.train.reporter import StepReporter
 from maxmars.train.run import Evaluation, Run, open_run
-from maxmars.train.step import evaluated_params, relative_distance, saved_state
+from maxmars.train.step import evaluated_params, saved_state
 from maxmars.train.summary import write_summary
 from maxmars.train.tracer import StepTracer
 

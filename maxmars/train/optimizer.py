@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.extend.core import Literal
-from jaxtyping import Num
 
 from maxmars.checkpoint.digest import leaf_types
 from maxmars.config import (
@@ -482,22 +481,3 @@ def learning_rate_scales(optimizer: OptimizerConfig, parameters: Parameters) -> 
         if component in rules
     }
     return {component: scale for component, scale in scales.items() if scale != 1.0}
-
-
-def named_norms(norms: Num[np.ndarray, "3 components"]) -> dict[str, float]:
-    """The train step's `train/norms` as metrics `train/QUANTITY_norm/PART`, for gradients,
-    parameters and updates.
-
-    Also `train/param_norm` and `train/update_norm` of all components together; the step itself
-    reports `train/grad_norm`.
-    """
-    named = {}
-    for quantity, row in zip(("grad", "param", "update"), norms.astype(np.float64), strict=True):
-        name = f"train/{quantity}_norm"
-        if quantity != "grad":
-            named[name] = float(np.linalg.norm(row))
-        named |= {
-            f"{name}/{component}": float(value)
-            for component, value in zip(COMPONENTS, row, strict=True)
-        }
-    return named

@@ -14,7 +14,8 @@ import numpy as np
 from maxmars.checkpoint.digest import digest_and_finite
 from maxmars.config.chips import peak_flops
 from maxmars.train.journal import run_seconds, shares
-from maxmars.train.optimizer import learning_rate_scales, named_norms
+from maxmars.train.norms import named_norms
+from maxmars.train.optimizer import learning_rate_scales
 from maxmars.train.run import Run
 from maxmars.train.step import NO_TARGETS, SKIP_REASONS
 
@@ -80,14 +81,14 @@ class StepReporter:
     def _numbers(self, metrics: dict[str, Any]) -> dict[str, float]:
         """What a step measured, and what follows from it, as numbers."""
         fetched = jax.device_get(metrics)
-        norms = fetched.pop("train/norms", None)
-        values = {name: value.item() for name, value in fetched.items()}
+        norms = named_norms(fetched, self._run.train_step.parameters)
+        values = norms | {name: value.item() for name, value in fetched.items() if not value.ndim}
         for part, scale in self._rate_scales.items():
             values[f"train/learning_rate/{part}"] = scale * values["train/learning_rate"]
         if self._clipped:
             values["train/grad_clip_fraction"] = float(np.mean(jax.device_get(self._clipped)))
             self._clipped.clear()
-        return values if norms is None else values | named_norms(norms)
+        return values
 
     def _examples(self, step: int) -> dict[str, int]:
         """Which examples of `maxmars.data.examples` a step read."""

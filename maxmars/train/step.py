@@ -2,7 +2,7 @@
 
 `train` runs it, `plan` compiles it for hardware that is not there, and tests call it. In reading
 order: the state, how a state is made, the jitted step, what the step computes, and its parts
-(gradients over microbatches, the clip, the guard, the norms).
+(gradients over microbatches, the clip, the guard).
 """
 
 from __future__ import annotations
@@ -38,6 +38,15 @@ from maxmars.model.language_model import check_model, make_model, mean_loss, tak
 from maxmars.model.parameters import COMPONENTS, Parameters, init_params
 from maxmars.optim import GradientRequest, requests_of
 from maxmars.train.compiler_options import compiler_options
+from maxmars.train.norms import (
+    frobenius_norms,
+    global_norm,
+    of_matrices,
+    root_mean_squares,
+    spectral_norms,
+    squared_norms,
+    widened,
+)
 from maxmars.train.optimizer import (
     check_start,
     evaluated_in_words,
@@ -278,7 +287,7 @@ def _initial_state(
             loss_variance=zero_loss,
             norms=Running(zero, zero_loss, zero_loss) if _watches_norms(config) else None,
         ),
-        evaluation_params=None if config.ema_decay is None else jax.tree.map(_widened, params),
+        evaluation_params=None if config.ema_decay is None else jax.tree.map(widened, params),
     )
 
 
@@ -360,8 +369,9 @@ class TrainStep:
           * `train/update_rms/KIND` for linear, embedding and vector; 0 where the update was not
             applied;
           * `train/clip_fraction` of optimizers that clip each matrix;
-          * with `log.norms` the array `train/norms` [3, components], which `optimizer.named_norms`
-            names: norms of gradients, of parameters after the step, and of updates.
+          * with `log.norms` the array `train/norms` [3, components]: norms of gradients, of
+            parameters after the step, and of updates; with `layers` also `train/layer_norms` [3,
+            matrices] of `norms.LAYER_NORMS`. `norms.named_norms` names them.
         """
         with jax.set_mesh(self.mesh):
             return self.jitted(state, batch)
@@ -418,7 +428,7 @@ def make_train_step(
     if named is not None:
         function = named
         named = jax.jit(
-            lambda opt_state, params: jax.tree.map(_widened, function(opt_state, params)),
+            lambda opt_state, params: jax.tree.map(widened, function(opt_state, params)),
             out_shardings=parameters.shardings,
         )
     return TrainStep(config, parameters, jitted, abstract_state, batch, named)
@@ -463,7 +473,7 @@ def _step(
         batch = {**batch, "dropout_keys": _dropout_keys(config, state)}
     rate_fraction = make_schedule(config)(state.step)
     learning_rate = state.hyperparams["learning_rate"] * rate_fraction
-    components = parameters.components
+    components, specs = parameters.components, parameters.specs
 
     # Estimates of curvature square the gradients on drawn labels, and need them as a mean.
     multipliers = {"data": config.gradient_multiplier, "sampled": 1.0}
@@ -510,7 +520,14 @@ def _step(
         for component, square in squared_norms(components, gradients.unscaled).items()
     }
 
-    def update() -> tuple[_Written, Metrics]:
+    def measured(updates: Any) -> tuple[Metrics, jax.Array | None]:
+        of_layers = None
+        if config.log.norms == "layers":
+            measures = (root_mean_squares, spectral_norms)
+            of_layers = jnp.stack([of_matrices(measure, specs, updates) for measure in measures])
+        return squared_norms(components, updates), of_layers
+
+    def update() -> tuple[_Written, Any]:
         tx = _optimizer(config, parameters, learning_rate, rate_fraction)
         updates, opt_state = tx.update(
             gradients.clipped(),
@@ -525,19 +542,19 @@ def _step(
             prev_params=None if state.prev_params is None else state.params,
             evaluation_params=_averaged(config, state, params),
         )
-        return written, squared_norms(components, updates)
+        return written, measured(updates)
 
-    def skip() -> tuple[_Written, Metrics]:
+    def skip() -> tuple[_Written, Any]:
         old = _Written(*(getattr(state, name) for name in _Written._fields))
-        return old, jax.tree.map(jnp.zeros_like, of_gradients)
+        return old, jax.tree.map(jnp.zeros_like, jax.eval_shape(measured, state.params))
 
     with jax.named_scope("optimizer"):
         if parameters.mesh.devices.flat[0].platform == "cpu":
             # XLA's CPU backend copies the arrays of a select, which halves the speed or worse.
-            written, of_updates = jax.lax.cond(apply, update, skip)
+            written, (of_updates, layers) = jax.lax.cond(apply, update, skip)
         else:
             # A select fuses into the update, which reads the old values anyway.
-            written, of_updates = jax.tree.map(
+            written, (of_updates, layers) = jax.tree.map(
                 lambda new, old: jnp.where(apply, new, old), update(), skip()
             )
         of_params = squared_norms(components, written.params)
@@ -558,6 +575,10 @@ def _step(
             for of in (of_gradients, of_params, of_updates)
         ]
         metrics["train/norms"] = jnp.sqrt(jnp.stack([*map(jnp.stack, squares)])).astype(jnp.float32)
+    if layers is not None:
+        of_grads = of_matrices(frobenius_norms, specs, gradients.unscaled)
+        norms_of_layers = [config.gradient_multiplier * of_grads[None], layers]
+        metrics["train/layer_norms"] = jnp.concatenate(norms_of_layers)
     if config.gradient_clip_norm is not None:
         metrics["train/grad_clipped"] = gradients.norm > config.gradient_clip_norm
     new_state = dataclasses.replace(state, step=state.step + 1, guard=guard, **written._asdict())
@@ -656,7 +677,7 @@ def mean_loss_and_grads(
         # In float32 at least: a sum in bfloat16 stands still at 256 terms, and XLA's CPU backend
         # knows none over devices.
         def widened(microbatch: Any) -> tuple[jax.Array, Any]:
-            return jax.tree.map(_widened, value_and_grad(params, microbatch))
+            return jax.tree.map(widened, value_and_grad(params, microbatch))
 
         def add(total: Any, microbatch: Any) -> tuple[Any, None]:
             return jax.tree.map(jnp.add, total, widened(microbatch)), None
@@ -789,35 +810,7 @@ def _seen(
     ), spike
 
 
-# --- norms ---------------------------------------------------------------------------------------
-
-
-def global_norm(tree: Any) -> Float[Array, ""]:
-    """The root of the sum of all squares, in float32 at least: 1e-4 squared is 0 in float16."""
-    return optax.tree.norm(jax.tree.map(_widened, tree))
-
-
-@jax.jit
-def relative_distance(tree: Any, params: Any) -> Float[Array, ""]:
-    """The norm of the difference from the parameters, over the norm of the parameters."""
-    return global_norm(jax.tree.map(jnp.subtract, tree, params)) / global_norm(params)
-
-
-def _widened(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def squared_norms(components: Any, tree: Any) -> dict[str, Float[Array, ""]]:
-    """The sum of squares of each component of the model.
-
-    Args:
-      components: the component of each parameter; see `Parameters.components`.
-      tree: a tree of the parameters' structure.
-    """
-    sums: dict[str, Any] = dict.fromkeys(COMPONENTS, jnp.zeros([], jnp.float32))
-    for component, leaf in zip(jax.tree.leaves(components), jax.tree.leaves(tree), strict=True):
-        sums[component] += jnp.sum(jnp.square(_widened(leaf)))
-    return sums
+# --- metrics --------------------------------------------------------------------------------------
 
 
 def _update_metrics(

@@ -12,7 +12,7 @@ from tiny import began_at, tiny_config
 
 from maxmars import cli
 from maxmars.checkpoint.journal import Ended, PrefixHash
-from maxmars.compare.curves import Line, Recorded, norms_by_component, read_run
+from maxmars.compare.curves import Line, Recorded, norms_by_component, norms_by_layer, read_run
 from maxmars.compare.figures import (
     draw_lines,
     draw_speed_ups,
@@ -199,6 +199,8 @@ NAME = "_|`a`\n[x](http://y) <b> *c* & $\\d$ and so on, longer than any column o
 def test_the_report_of_runs(tmp_path, capsys):
     one, two = (write_run(tmp_path / f, [5.0, 4.0, 3.0]) for f in ("one", NAME.replace("/", ":")))
     norms = {"train/grad_norm": 1.0, "train/grad_norm/mlp": 0.6, "train/grad_norm/vector": 0.8}
+    norms |= {"layers/update_rms/h.up/1": 0.1, "layers/update_rms/h.up/0": 0.2}
+    norms |= {"layers/update_rms/h.10.up": 0.3, "layers/update_rms/down": 0.4}
     rows = [{"step": n, "train/loss": 9.0 - n, "train/learning_rate": 0.1} for n in (1, 2, 3)]
     text = (one / "metrics.jsonl").read_text().rpartition("\n")[0]
     rows = [text, *(json.dumps(row | norms) for row in rows), ""]
@@ -213,7 +215,13 @@ def test_the_report_of_runs(tmp_path, capsys):
     assert re.search(r"^one +5,120 +6.0000 +3.0000 +3.0000 +200.0", "\n".join(table), re.MULTILINE)
     assert last == f"report: {tmp_path / 'out' / 'report.md'}"
     figures = {path.stem for path in (tmp_path / "out" / "figures").iterdir()}
-    assert figures == {"loss_tokens", "loss_time", "norms", "norms_by_component"}
+    assert figures == {
+        "loss_tokens",
+        "loss_time",
+        "norms",
+        "norms_by_component",
+        "norms_by_layer",
+    }
     page = (tmp_path / "out" / "report.md").read_text()
     assert "| one | 5,120 | 6.0000 | 3.0000 | 3.0000 | 200.0 |" in page
     assert "| share of the time | one |\n| --- | ---: |\n| time | 1:40 |" in page
@@ -232,7 +240,15 @@ def test_the_report_of_runs(tmp_path, capsys):
     assert [row["seconds"] for row in lines][-1] == "4.0"
     parts = {"train/grad_norm/mlp": "gradient norm, mlp"}
     parts |= {"train/grad_norm/vector": "gradient norm, vector"}
-    assert norms_by_component([read_run(run, "a") for run in (one, two)]) == parts
+    lines = [read_run(run, "a") for run in (one, two)]
+    assert norms_by_component(lines) == parts
+    (of_one, of_two), names = norms_by_layer(lines)
+    assert of_one.runs[0].points == {
+        "layers/update_rms/h.up": [(0, 0, 0.2), (1, 1, 0.1), (10, 10, 0.3)],
+        "layers/update_rms/down": [(0, 0, 0.4)],
+    }
+    assert of_one.runs[0].points.keys() <= names.keys()
+    assert not of_two.runs[0].points
 
     # The name shows as it is.
     heading, *_, row = page[: page.index("Losses in nats")].strip().splitlines()

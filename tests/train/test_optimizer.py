@@ -31,12 +31,12 @@ from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters
 from maxmars.optim import MatrixSpec, mars, muon, soap
 from maxmars.optim.nnx import matrix_specs_of
+from maxmars.train.norms import named_norms
 from maxmars.train.optimizer import (
     COMPONENTS,
     learning_rate_scales,
     make_optimizer,
     make_schedule,
-    named_norms,
     update_rules,
 )
 from maxmars.train.step import init_train_state, make_train_step
@@ -294,7 +294,7 @@ def test_norms_of_a_step_are_those_of_numpy():
         schedule=ScheduleConfig(warmup_steps=0),
     )
     before, grads, update, metrics = one_step(config)
-    norms = named_norms(metrics["train/norms"])
+    norms = named_norms(metrics, Parameters(MODEL))
     for name, tree, rtol in (
         ("grad", grads, 1e-4),
         ("param", jax.tree.map(np.add, before, update), 1e-5),

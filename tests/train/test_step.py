@@ -22,6 +22,7 @@ from maxmars.config import (
 )
 from maxmars.distributed import sharding
 from maxmars.model.parameters import Parameters
+from maxmars.train.norms import global_norm
 from maxmars.train.step import (
     SKIP_REASONS,
     Guard,
@@ -29,7 +30,6 @@ from maxmars.train.step import (
     TrainState,
     abstract_train_state,
     check_step,
-    global_norm,
     init_train_state,
     make_hyperparams,
     make_initializer,
