@@ -676,14 +676,14 @@ def mean_loss_and_grads(
     def sum_over_microbatches(params: Any, batch: Any) -> tuple[jax.Array, Any]:
         # In float32 at least: a sum in bfloat16 stands still at 256 terms, and XLA's CPU backend
         # knows none over devices.
-        def widened(microbatch: Any) -> tuple[jax.Array, Any]:
+        def of_microbatch(microbatch: Any) -> tuple[jax.Array, Any]:
             return jax.tree.map(widened, value_and_grad(params, microbatch))
 
         def add(total: Any, microbatch: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, total, widened(microbatch)), None
+            return jax.tree.map(jnp.add, total, of_microbatch(microbatch)), None
 
         first = jax.tree.map(lambda x: x[0], batch)
-        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(widened, first))
+        zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(of_microbatch, first))
         total, _ = jax.lax.scan(add, zeros, batch)
         return jax.lax.psum(total, "data") if places > 1 else total
 
