@@ -99,9 +99,10 @@ def test_commands_have_these_flags(place, tmp_path, monkeypatch, capsys):
         ]
         kind = (command, *words)
         if command in ("train", "plan", "compare") and words != ["verify"]:
-            config = load_config(words[0])
-            parts = (config.model, config.optimizer, config.data)
             file = words[0].partition(":")[0]
+            # What stands behind the file may be for its `get_comparison`.
+            config = load_config(file if command == "compare" else words[0])
+            parts = (config.model, config.optimizer, config.data)
             kind = (command, file, *(type(part).__name__ for part in parts))
         elif command == "launch" and words[1] not in ("status", "logs", "stop", "delete"):
             kind = (command, *rest)
