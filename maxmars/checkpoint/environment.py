@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 import maxmars
-from maxmars.config.checkout import git_commit
+from maxmars.config.checkout import git_commit, wheel_sha256
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -25,8 +25,11 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
     """Versions, code, devices and mesh of this run, JSON-ready."""
     devices = mesh.devices.flatten().tolist()
+    root = Path(maxmars.__file__).resolve().parents[1]
+    wheel = wheel_sha256(root)
     return {
-        "git_commit": git_commit(Path(maxmars.__file__).resolve().parents[1]),
+        "git_commit": git_commit(root),
+        **({"wheel_sha256": wheel} if wheel is not None else {}),
         "code": package_digest(),
         "python": platform.python_version(),
         **package_versions(),
@@ -49,10 +52,11 @@ def package_versions() -> dict[str, str]:
 
 
 def package_digest() -> str:
-    """The first 16 hex digits of the SHA-256 over the Python files of the installed maxmars."""
+    """The first 16 hex digits of the SHA-256 over the Python files of the running maxmars, without the
+    configs, which a wheel has among them, and a checkout beside them."""
     root = Path(maxmars.__file__).parent
     sha = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted({*root.rglob("*.py")} - {*root.glob("config/files/*")}):
         sha.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return sha.hexdigest()[:16]
 

@@ -20,14 +20,14 @@ from maxmars.launch import gke, slurm, tpu_vm
 from maxmars.launch.beforehand import (
     check_data_reach,
     check_gpus_reach,
-    check_trackers_reach,
+    check_packages_reach,
     parameters,
     token_directories,
 )
 from maxmars.launch.gke import GkeOptions, JobSet
 from maxmars.launch.job import (
     Job,
-    PackedCheckout,
+    PackedCode,
     RunOptions,
     log,
     pack,
@@ -49,10 +49,11 @@ usage: maxmars launch tpu-vm CONFIG --name NAME --workdir DIR
                             --nodes N --gpus-per-node N
        maxmars launch slurm status|stop --name NAME
 
-Start a run on other machines by your own gcloud, kubectl or sbatch. The
-checkout that this maxmars runs from goes along, at its present state. After a
-preemption the run continues in its --workdir. What follows -- goes to
-`maxmars train`; --dry-run prints the script or the JobSet, and runs nothing.
+Start a run on other machines by your own gcloud, kubectl or sbatch. This
+maxmars goes along as a wheel, with CONFIG, the files of your own that it names
+and those of --include, all in the current folder. After a preemption the run
+continues in its --workdir. What follows -- goes to `maxmars train`; --dry-run
+prints the script or the JobSet, and runs nothing.
 
   maxmars launch slurm gpt2 --name run1 --workdir /shared/run1 \\
     --nodes 2 --gpus-per-node 8 -- --data.path /shared/openwebtext
@@ -157,15 +158,13 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
     if machines.devices:
         mesh = choose_mesh(parsed.config.mesh, parsed.config.model, machines.network_size)
         check_mesh(parsed.config, mesh_shape(mesh, machines.devices, machines.slices))
-    checkout = pack(
-        options.config, sources=sources, scripts=options.scripts, include=options.include
-    )
-    platform.check(options, parsed.config, checkout)
+    code = pack(options.config, sources=sources, scripts=options.scripts, include=options.include)
+    platform.check(options, parsed.config, code)
     if not options.dry_run:
         require(platform.program)
     job = Job(
         name=options.name,
-        checkout=checkout,
+        code=code,
         workdir=workdir,
         train_arguments=train,
         environment=environment,
@@ -175,7 +174,7 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
         print(platform.describe(options, job), end="")  # alone, as for `> run.yaml`
         values = f" and the values of {', '.join(environment)}" if environment else ""
         remark(
-            f"dry run: nothing was started. What is printed lacks the {checkout.size}{values}; the "
+            f"dry run: nothing was started. What is printed lacks the {code.size}{values}; the "
             "same command without --dry-run brings all to the hosts."
         )
         return 0
@@ -218,26 +217,26 @@ def _nodes(options: SlurmOptions) -> _Machines:
     )
 
 
-def _check_tpu(options: TpuOptions, config: TrainConfig, checkout: PackedCheckout) -> None:
+def _check_tpu(options: TpuOptions, config: TrainConfig, code: PackedCode) -> None:
     way = "mount or copy it by --setup FILE.sh"
-    check_data_reach(config.data, options, checkout, mounts=(), way=way)
-    check_trackers_reach(config.log, options, has_package=False)
+    check_data_reach(config.data, options, code, mounts=(), way=way)
+    check_packages_reach(config, options, has_package=False)
 
 
-def _check_gke(options: GkeOptions, config: TrainConfig, checkout: PackedCheckout) -> None:
+def _check_gke(options: GkeOptions, config: TrainConfig, code: PackedCode) -> None:
     mounts = [claim.partition(":")[2] for claim in options.claim]
     way = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
     if options.patch is None:  # which may mount anything
-        check_data_reach(config.data, options, checkout, mounts=mounts, way=way)
+        check_data_reach(config.data, options, code, mounts=mounts, way=way)
     if options.install:
-        check_trackers_reach(config.log, options, has_package=False)
+        check_packages_reach(config, options, has_package=False)
 
 
-def _check_slurm(options: SlurmOptions, config: TrainConfig, checkout: PackedCheckout) -> None:
+def _check_slurm(options: SlurmOptions, config: TrainConfig, code: PackedCode) -> None:
     size = options.gpus_per_node
     check_gpus_reach(options)
     if options.prolog is None:
-        check_trackers_reach(config.log, options, has_package=True)
+        check_packages_reach(config, options, has_package=True)
     for path in token_directories(config.data):
         if not path.startswith(("gs://", "/")):
             remark(
@@ -288,7 +287,7 @@ class _Platform(NamedTuple):
     options: type[RunOptions]
     """Options that start a run."""
     machines: Callable[[Any], _Machines]
-    check: Callable[[Any, TrainConfig, PackedCheckout], None]
+    check: Callable[[Any, TrainConfig, PackedCode], None]
     """Refuses what would fail there, and warns of what is unwise."""
     describe: Callable[[Any, Job], str]
     """What a dry run prints."""

@@ -34,7 +34,7 @@ def files_of(path: Any) -> dict[str, bytes]:
     """
     files = {path.name: path.read_bytes()}
     folders = {".": True}
-    waiting = [*_imported(path.name, files[path.name])]
+    waiting = [*imported_paths(path.name, files[path.name])]
     while waiting:
         name = waiting.pop(0)
         folder = str(PurePosixPath(name).parent)
@@ -42,7 +42,7 @@ def files_of(path: Any) -> dict[str, bytes]:
             folders[folder] = (path.parent / folder).is_dir()
         if folders[folder] and name not in files and (path.parent / name).is_file():
             files[name] = (path.parent / name).read_bytes()
-            waiting += _imported(name, files[name])
+            waiting += imported_paths(name, files[name])
     return files
 
 
@@ -56,7 +56,7 @@ def digest_of(files: Files) -> str:
 
 
 @functools.cache
-def _imported(name: str, text: bytes) -> tuple[str, ...]:
+def imported_paths(name: str, text: bytes) -> tuple[str, ...]:
     """The relative paths where the modules that a file imports would lie; most lie elsewhere. A
     file that is no Python imports none: whoever runs it says so."""
     try:
@@ -90,7 +90,7 @@ def run_files(path: Path, files: Files) -> types.ModuleType:
         other exception was raised by the file's own code.
     """
     (first, text), *others = files.items()
-    imported = {name for file, text in others for name in _imported(file, text)}
+    imported = {name for file, text in others for name in imported_paths(file, text)}
     _IMPORTS.add(path.parent, [*others, (first, text)] if first in imported else others)
     name = path.stem
     if first not in imported:  # a name of its own, so that a config called gpt2.py hides no module

@@ -13,7 +13,6 @@ from pathlib import Path, PurePosixPath
 from maxmars.config import (
     DataConfig,
     GPT2Config,
-    LogConfig,
     MixtureConfig,
     MixturePart,
     TokenShardsConfig,
@@ -21,7 +20,8 @@ from maxmars.config import (
 )
 from maxmars.config.checks import UsageError
 from maxmars.config.errors import pip_install
-from maxmars.launch.job import PackedCheckout, RunOptions
+from maxmars.config.user_code import sources_in
+from maxmars.launch.job import PackedCode, RunOptions
 from maxmars.launch.slurm import SlurmOptions
 
 _PACKAGES = {"wandb": "log.wandb", "tensorboardX": "log.tensorboard"}
@@ -39,13 +39,13 @@ def token_directories(data: DataConfig) -> Iterator[str]:
 def check_data_reach(
     data: DataConfig,
     options: RunOptions,
-    checkout: PackedCheckout,
+    code: PackedCode,
     *,
     mounts: Sequence[str],
     way: str,
 ) -> None:
-    """Check that machines elsewhere find the tokens: in a bucket, in the checkout that goes along,
-    or where `mounts` or the user's own --setup put them.
+    """Check that machines elsewhere find the tokens: in a bucket, in what goes along, or where
+    `mounts` or the user's own --setup put them.
 
     Raises:
       UsageError: they do not; `way` says what would bring them there.
@@ -54,26 +54,32 @@ def check_data_reach(
         return
     for path in token_directories(data):
         is_mounted = any(PurePosixPath(path).is_relative_to(mount) for mount in mounts)
-        if not (path.startswith("gs://") or is_mounted or checkout.has(path)):
+        if not (path.startswith("gs://") or is_mounted or code.has(path)):
             raise UsageError(
                 f"--data.path {path} is a directory of this machine, and nothing brings it to the "
-                f"hosts; name one in a bucket, such as gs://BUCKET/tokens, or {way}."
+                f"hosts; name one in a bucket, such as gs://BUCKET/tokens, {way}, or "
+                "take a small one of this folder along by --include."
             )
 
 
-def check_trackers_reach(log: LogConfig, options: RunOptions, *, has_package: bool) -> None:
-    """Check that machines elsewhere can report to the trackers that the run asks for.
+def check_packages_reach(config: TrainConfig, options: RunOptions, *, has_package: bool) -> None:
+    """Check that the run's Python elsewhere has the packages, and the key, of the trackers that the
+    run asks for, and that the files of the user's own can be imported.
 
     Args:
-      log: of the run.
+      config: of the run.
       options: of the launch; what --setup installs and exports is not known here.
       has_package: whether the hosts have what is installed here, or more.
 
     Raises:
-      UsageError: a package or the key of Weights & Biases is missing there.
+      UsageError: a package or the key of Weights & Biases is missing there. Any other
+        exception is that of `Source.load`.
     """
     if options.setup is not None:
         return
+    for source in sources_in(config):
+        source.load()
+    log = config.log
     wanted = {"wandb": log.wandb is not None, "tensorboardX": log.tensorboard}
     for package, field in _PACKAGES.items():
         if wanted[package] and not (has_package and importlib.util.find_spec(package)):

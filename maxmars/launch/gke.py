@@ -1,6 +1,6 @@
 """`maxmars launch gke`: a JobSet on a cluster with TPU or GPU nodes.
 
-The checkout travels in a ConfigMap, so that any image with a Python will do; one that has the
+What goes along travels in a ConfigMap, so that any image with a Python will do; one that has the
 packages already starts faster. Labels and names are those of XPK, whose `workload list` shows it.
 Exit codes 1 and 2 of the run, errors that a restart would meet again, fail the JobSet. Everything
 else restarts it, such as a node that is taken away, or the exit code 75 of a run that saved.
@@ -24,6 +24,7 @@ from tyro.conf import arg
 
 from maxmars.config.checks import UsageError
 from maxmars.config.chips import Shape, parse_shape
+from maxmars.launch import wheel
 from maxmars.launch.job import (
     CONSTRAINTS,
     SETUP,
@@ -39,6 +40,7 @@ from maxmars.launch.job import (
 _REPLICATED_JOB = "slice-job"
 _CONTAINER = "maxmars"
 _PORT = 8476
+_PIP = "python3 -m pip install --quiet --root-user-action=ignore --disable-pip-version-check"
 _SPOT = "cloud.google.com/gke-spot"
 _MAX_CONFIG_MAP_BYTES = 1_000_000
 
@@ -339,18 +341,19 @@ def _container_script(options: GkeOptions, job: Job) -> str:
 installed=0
 for pause in 0 15 30 60 120; do  # the index may not answer at once
   sleep "$pause"
-  if python3 -m pip install --quiet --root-user-action=ignore --disable-pip-version-check \
--c {CONSTRAINTS} '.[{extra},gcs]'; then installed=1 && break; fi
+  if {_PIP} -c {CONSTRAINTS} './{wheel.NAME}[{extra},gcs]'; then installed=1 && break; fi
 done
 ((installed)) || exit 1  # new pods would meet it again
 """
     if not options.install:
-        install = "# no pip: the image has the packages\n"
+        install = "# the image has the packages\n"
     return f"""\
 set -euo pipefail
 mkdir -p /maxmars
 tar -xzf /maxmars-source/source.tar.gz -C /maxmars
 cd /maxmars
+# In place of another maxmars in the image.
+{_PIP} --no-index --no-deps --force-reinstall ./{wheel.NAME}
 {install}{setup}
 exec python3 {shlex.join(job.python_arguments())}{ranks}
 """
@@ -383,14 +386,14 @@ def launch(options: GkeOptions, job: Job) -> None:
     """Create the JobSet, with its ConfigMap and Secret.
 
     Raises:
-      ValueError: the checkout is too large for a ConfigMap, a JobSet of this name is there, or
+      ValueError: what goes along is too large for a ConfigMap, a JobSet of this name is there, or
         kubectl fails.
     """
-    archive = job.checkout.archive
+    archive = job.code.archive
     if len(archive) > _MAX_CONFIG_MAP_BYTES:
         raise ValueError(
-            f"the checkout packs to {len(archive) / 1e6:.1f} MB, and a ConfigMap holds 1 MB; "
-            "`git rm --cached` what the run does not need."
+            f"what goes along packs to {len(archive) / 1e6:.1f} MB, and a ConfigMap holds 1 MB; "
+            "take less by --include, and the rest from a bucket or a --claim."
         )
     where = f"--name {job.name}"
     if options.namespace != "default":
@@ -403,9 +406,7 @@ def launch(options: GkeOptions, job: Job) -> None:
     _check_claims(options, job)
     run_program(options.delete_files())
     packed = {"source.tar.gz": base64.b64encode(archive).decode()}
-    _create(
-        options, "ConfigMap", f"{job.name}-source", {"binaryData": packed}, note=job.checkout.size
-    )
+    _create(options, "ConfigMap", f"{job.name}-source", {"binaryData": packed}, note=job.code.size)
     if job.environment:
         values = {"stringData": dict(job.environment)}
         _create(options, "Secret", f"{job.name}-environment", values)

@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2154
 # What the script ~/maxmars-NAME.sh does on each TPU host: install, start, status, follow SKIP,
 # wait SECONDS, stop, kill. `host_script` in tpu_vm.py writes above it the values of this run: name,
-# digest (of the source), python (such as python3.12), constraints, setup (may be empty), train,
-# max_restarts and pause (seconds before each of them); and `starts_again`.
+# digest (of the source), python (such as python3.12), wheel, constraints, setup (may be empty),
+# train, max_restarts and pause (seconds before each of them); and `starts_again`.
 #
 # Each command reports on a line `[maxmars-host] HOST STATE`, since gcloud mixes the hosts' outputs.
 # States: installed, install-failed, started, idle, running, restarting CODE (after the pause),
@@ -59,7 +59,7 @@ prepare() {
   tar -xzf "$home.tar.gz" -C "$home/source"
   make_environment
   "$home/venv/bin/python" -m pip install --disable-pip-version-check \
-    -c "$home/source/$constraints" "$home/source[tpu,gcs]"
+    -c "$home/source/$constraints" "$home/source/${wheel}[tpu,gcs]"
 }
 
 load_environment() {

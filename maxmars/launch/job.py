@@ -1,8 +1,8 @@
 """A run to start elsewhere, for all three platforms.
 
-First `RunOptions`, `Job` and `pack`: the checkout goes along as it is here, with its configs. Then
-checks of words that go into other programs' command lines, and calls of the user's own `gcloud`,
-`kubectl` or `sbatch`.
+First `RunOptions`, `Job` and `pack`: this maxmars goes along as a wheel, with the files that the
+run names. Then checks of words that go into the command lines of other programs, and calls of the
+user's own `gcloud`, `kubectl` or `sbatch`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,18 @@ import sys
 import tarfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from modulefinder import ModuleFinder
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-import maxmars
-from maxmars.config.checkout import COMMIT, git_commit
 from maxmars.config.checks import CheckedConfig, NotNegative, Positive, UsageError
 from maxmars.config.errors import about
-from maxmars.config.load import find_config
-from maxmars.config.own_modules import files_of
+from maxmars.config.load import find_config, named_configs
+from maxmars.config.own_modules import Files, files_of, imported_paths
 from maxmars.config.user_code import Source
+from maxmars.launch import wheel
 
 CONSTRAINTS = "launch-constraints.txt"
 """File in the archive with the versions of the packages that are installed here."""
@@ -55,8 +53,8 @@ PROLOG = "launch-prolog.sh"
 """Another, which SLURM's batch script sources."""
 
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-# Not needed by a run; without them a ConfigMap has room for more. pip reads the topmost README.
-_NOT_NEEDED = {"tests", "tools", ".github", ".ci"}
+# In CONFIG: its own file, and `NAME=FILE.py:FUNCTION` among the choices.
+_OWN_FILES = re.compile(r"^[^,=:]+\.py(?=:|$)|(?<==)[^,=:]+\.py(?=:)")
 _MAX_BYTES = 50_000_000
 
 
@@ -78,7 +76,8 @@ class RunOptions(CheckedConfig):
     setup: Annotated[Path | None, arg(metavar="FILE.sh")] = None
     """A bash script to run on each host before, for example to mount a bucket with the data."""
     include: Annotated[tuple[str, ...], arg(metavar="FILE ...")] = ()
-    """Files of the checkout, relative to its top, that go along though git does not track them."""
+    """Files and folders of the current folder that go along, besides CONFIG, the files of your own
+    that it names, and what these import from their folders."""
     max_restarts: NotNegative[int] = 10_000
     """How often the run may be started again, mostly after preemptions. Ten starts in a row that
     save fewer than ten steps each end it earlier."""
@@ -86,7 +85,7 @@ class RunOptions(CheckedConfig):
     """Price of one chip or GPU for an hour, in any currency: what the machines cost an hour is then
     said before they are asked for."""
     dry_run: bool = False
-    """Print the script or the JobSet alone, without the checkout, and run nothing."""
+    """Print the script or the JobSet alone, without what goes along, and run nothing."""
 
     def shared_workdir(self) -> str:
         """The working directory, which means the same on every host.
@@ -104,13 +103,18 @@ class RunOptions(CheckedConfig):
 
 
 @dataclass(frozen=True)
-class PackedCheckout:
-    """A packed checkout."""
+class PackedCode:
+    """What travels: maxmars as a wheel, and files of the folder in which the user is."""
 
     contents: Mapping[str, bytes] = field(repr=False)
-    """Of the files, by their paths relative to the top, none of which leads out of it."""
+    """Of the files, by their paths relative to the folder, none of which leads out of it; with the
+    wheel, `wheel.NAME`."""
     config: str
-    """CONFIG of `maxmars train`, relative to the top."""
+    """CONFIG of `maxmars train`, with the user's files relative to the folder."""
+
+    def config_in(self, directory: Path) -> str:
+        """CONFIG with the user's files in the directory where they were unpacked."""
+        return _OWN_FILES.sub(lambda match: f"{directory}/{match[0]}", self.config)
 
     def has(self, path: str) -> bool:
         """Whether a relative path, from the top, is that of a file or a folder in the archive."""
@@ -144,9 +148,16 @@ class PackedCheckout:
         return hashlib.sha256(self.archive).hexdigest()[:16]
 
     @property
+    def wheel_sha256(self) -> str:
+        """SHA-256 of the wheel, in hex."""
+        return hashlib.sha256(self.contents[wheel.NAME]).hexdigest()
+
+    @property
     def size(self) -> str:
-        """Number of files and size, for the user."""
-        return f"{len(self.contents)} files of the checkout, {len(self.archive) / 1000:.0f} kB"
+        """What it is, and its size, for the user."""
+        maxmars_is = f"{wheel.NAME} (SHA-256 {self.wheel_sha256[:16]})"
+        others = len(self.contents) - 1
+        return f"{maxmars_is} and {others} other files, {len(self.archive) / 1000:.0f} kB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +165,7 @@ class Job:
     """A training run to start."""
 
     name: str
-    checkout: PackedCheckout
+    code: PackedCode
     workdir: str
     train_arguments: tuple[str, ...]
     """The words after CONFIG and --workdir on the command line of `maxmars train`."""
@@ -167,10 +178,18 @@ class Job:
         Args:
           directory: where the archive is unpacked; None if the process starts there.
         """
-        config = (
-            self.checkout.config if directory is None else f"{directory}/{self.checkout.config}"
-        )
-        return ["-m", "maxmars", "train", config, "--workdir", self.workdir, *self.train_arguments]
+        config = self.code.config if directory is None else self.code.config_in(directory)
+        # -P: a file in the folder where the process starts hides no module.
+        return [
+            "-P",
+            "-m",
+            "maxmars",
+            "train",
+            config,
+            "--workdir",
+            self.workdir,
+            *self.train_arguments,
+        ]
 
 
 def pack(
@@ -179,64 +198,32 @@ def pack(
     sources: Sequence[Source] = (),
     scripts: Mapping[str, Path] = MappingProxyType({}),
     include: Sequence[str] = (),
-    root: Path | None = None,
-) -> PackedCheckout:
-    """Pack a checkout: the files that git tracks, as they are now, and its commit.
+) -> PackedCode:
+    """Pack this maxmars as a wheel, and files of the current folder, where a run starts elsewhere.
 
     Args:
-      config: CONFIG of `maxmars train`; a file outside the checkout is packed as well.
-      sources: the functions of the user's own that the config names; their files
-        keep their places beside the config file.
+      config: CONFIG of `maxmars train`; its file, unless maxmars has it, goes along with what it
+        imports from its folder.
+      sources: the functions of the user's own that the config names, whose files do as well.
       scripts: bash scripts, by their names in the archive.
-      include: files, relative to `root`, to pack in any case.
-      root: the checkout; by default that of the maxmars which is running.
+      include: further files, and folders with all in them that is not hidden.
 
     Raises:
-      UsageError: the run imports a file that does not go along.
-      ValueError: maxmars does not run from a checkout, or it is too large; or the file of a
-        function has no place in the archive.
+      UsageError: a file lies outside of the folder, or imports another one that does not go along.
+      ValueError: it is too much.
       FileNotFoundError: there is no such file.
     """
-    root = Path(maxmars.__file__).resolve().parents[1] if root is None else root.resolve()
-    if not (root / "pyproject.toml").is_file():
-        raise ValueError(
-            f"{root} is no checkout of maxmars (there is no pyproject.toml), and only a checkout "
-            "can be packed for other machines: install maxmars by `pip install -e CHECKOUT`."
-        )
-    require("git")
-    with about("only a checkout that git knows can be packed for other machines"):
-        files = _tracked(root)
-    include = [os.path.normpath(file) for file in include]
-    for file in include:
-        if not (root / file).is_file() or file.startswith(("..", "/")):
-            raise FileNotFoundError(f"--include {file}: there is no such file in {root}.")
-    contents = {name: (root / name).read_bytes() for name in [*files, *include]}
     config_file, choices = find_config(config)
-    path = config_file.resolve()
-    inside = path.is_relative_to(root)
-    name = str(path.relative_to(root)) if inside else f"launch-config/{path.name}"
-    own: set[Path] = set()
-
-    def add(file: Path, files: Mapping[str, bytes], place: Path) -> None:
-        own.update((file.parent / relative).resolve() for relative in files)
-        contents.update({str(place / relative): text for relative, text in files.items()})
-
-    add(path, files_of(path), Path(name).parent)
+    contents = {wheel.NAME: wheel.make_wheel()}
+    name = config_file.stem
+    if config_file not in named_configs().values():
+        name = _in_folder(config_file)
+        contents |= _with_imports(name, files_of(config_file), contents)
     for source in sources:
-        folder = Path(name).parent
-        packed = os.path.normpath(folder / os.path.relpath(source.file, config_file.parent))
-        if packed.startswith("..") or not (inside or Path(packed).is_relative_to(folder)):
-            raise ValueError(
-                f"source={source!r} lies outside of what goes along to other machines; move it "
-                f"into the folder of {config_file}."
-            )
-        with about(f"source={source!r}"):
-            add(Path(source.file), source.files(), Path(packed).parent)
-    scripts_of_run = [path, *(Path(source.file).resolve() for source in sources)]
-    packed_files = {*own, *((root / name).resolve() for name in contents)}
-    _check_imports(root, scripts_of_run, packed_files)
-    if (commit := git_commit(root)) is not None:
-        contents[COMMIT] = f"{commit}\n".encode()
+        contents |= _with_imports(_in_folder(Path(source.file)), source.files(), contents)
+    for file in map(Path, include):
+        with about("--include"):
+            contents |= {_in_folder(path): path.read_bytes() for path in _files_in(file)}
     # Packages elsewhere get the versions that are installed, and so were tried, here.
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
     lines = [f"{package}=={v}\n" for package, v in versions.items() if "+" not in v]
@@ -245,60 +232,56 @@ def pack(
     if sum(map(len, contents.values())) > _MAX_BYTES:
         largest = max(contents, key=lambda name: len(contents[name]))
         raise ValueError(
-            f"the checkout {root} has over {_MAX_BYTES // 1_000_000} MB of files that git "
-            f"tracks, the largest {largest}; `git rm --cached` what the run does not need."
+            f"over {_MAX_BYTES // 1_000_000} MB would go along, the largest file {largest}: leave "
+            "it out of --include, and have the run read it from a bucket or a shared disk."
         )
-    return PackedCheckout(
+    words = f"{name}:{choices}" if choices else name
+    return PackedCode(
         contents=contents,
-        config=f"{name}:{choices}" if choices else name,
+        config=_OWN_FILES.sub(lambda match: _in_folder(Path(match[0])), words),
     )
 
 
-def _is_needed(path: Path) -> bool:
-    nested_readme = path.name == "README.md" and len(path.parts) > 1
-    return path.parts[0] not in _NOT_NEEDED and not nested_readme
-
-
-def _tracked(root: Path) -> list[str]:
-    """Relative paths of the files that git tracks and the run may need."""
-    command = ["git", "-C", str(root), "-c", "safe.directory=*", "ls-files", "-z"]
-    names = filter(None, run_or_fail(command).split("\0"))
-    return [name for name in names if (root / name).is_file() and _is_needed(Path(name))]
-
-
-def _check_imports(root: Path, scripts: Sequence[Path], packed: set[Path]) -> None:
-    """Check that the modules of `root`, and of the scripts' folders, that a run imports go along.
-
-    Args:
-      root: the checkout.
-      scripts: the config file and the files of its functions.
-      packed: the files that go along.
+def _in_folder(path: Path) -> str:
+    """A path relative to the current folder.
 
     Raises:
-      UsageError: names the files that do not.
-      ValueError: a script is no Python.
+      UsageError: it lies elsewhere.
     """
-    folders = dict.fromkeys([root, *(script.parent for script in scripts)])
-    finder = ModuleFinder(path=list(map(str, folders)))
-    package = root / "maxmars"
-    if not packed.issuperset(package.rglob("*.py")):  # to follow its imports takes half a second
-        scripts = [package / "cli" / "train.py", *scripts]
-    for script in scripts:
-        try:
-            finder.run_script(str(script))
-        except SyntaxError as error:
-            raise ValueError(f"{script}:{error.lineno}: {error.msg}") from error
-    files = [vars(module)["__file__"] for module in finder.modules.values()]
-    found = {Path(file).resolve() for file in files if file}
-    missing = [
-        str(file.relative_to(root) if file.is_relative_to(root) else file)
-        for file in sorted(found - packed)
-    ]
-    if missing:
+    relative = os.path.relpath(path)
+    if relative.startswith(".."):
         raise UsageError(
-            f"the run imports {', '.join(missing)}, which git does not track in {root}, and hosts "
-            "would lack: have it there, and `git add` it or name it by --include FILE."
+            f"{path} lies outside of {Path.cwd()}, whose files go along to other machines: copy it "
+            "there, or give the command in a folder that has all files of the run."
         )
+    return relative
+
+
+def _files_in(path: Path) -> list[Path]:
+    """The file, or all in a folder that is not hidden."""
+    if not path.is_dir():
+        return [path]
+    hidden = re.compile(r"(^|/)(\.|__pycache__)")
+    files = [file for file in sorted(path.rglob("*")) if file.is_file()]
+    return [file for file in files if not hidden.search(str(file.relative_to(path)))]
+
+
+def _with_imports(name: str, files: Files, others: Files) -> dict[str, bytes]:
+    """A file and what it imports (`files_of`), by their paths relative to the current folder.
+
+    Raises:
+      UsageError: one imports a module of the current folder that is neither its own nor one of
+        `others`, which `python -m maxmars` finds here, and hosts would not.
+    """
+    place = Path(name).parent
+    for file, text in files.items():
+        for path in imported_paths(file, text):
+            if path not in {*files, *others} and Path(path).is_file():
+                raise UsageError(
+                    f"{place / file} imports {path} from another folder, which hosts would not "
+                    f"find: move it into {place} or below."
+                )
+    return {str(place / file): text for file, text in files.items()}
 
 
 def _mode(name: str) -> int:
@@ -351,7 +334,6 @@ _INSTALL = {
     "`gcloud auth login` and `gcloud config set project PROJECT`",
     "kubectl": "install it (`gcloud components install kubectl gke-gcloud-auth-plugin`), then "
     "`gcloud container clusters get-credentials CLUSTER`",
-    "git": "install git, which says which files of a checkout a run needs",
     "sbatch": "run this on a login node of a SLURM cluster",
 }
 

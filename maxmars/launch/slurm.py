@@ -1,18 +1,21 @@
 """`maxmars launch slurm`: a batch script that queues itself again until the run is done.
 
-The run uses this Python and a copy of the checkout beside its results, so that later edits change
-nothing. Before its time limit, and when SLURM preempts it, the job gets SIGTERM; the run saves and
-exits with 75, and the script asks SLURM to queue its job again, unless the job was told not to be.
+The run uses this Python, and a copy of maxmars and of its own files beside its results, so that
+later edits change nothing. Before its time limit, and when SLURM preempts it, the job gets SIGTERM;
+the run saves and exits with 75, and the script asks SLURM to queue its job again, unless the job
+was told not to be.
 """
 
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -20,6 +23,7 @@ from typing import Annotated, ClassVar, Literal
 from tyro.conf import UseAppendAction, arg
 
 from maxmars.config.checks import NotNegative, Positive, UsageError
+from maxmars.launch import wheel
 from maxmars.launch.job import (
     PROLOG,
     SETUP,
@@ -31,6 +35,7 @@ from maxmars.launch.job import (
     run_or_fail,
 )
 
+_PACKAGE = "package"  # in the copy: the unpacked wheel
 _SAVING_S = 180  # before the time limit
 _WORD = r"[]\w.,:/=@+%&|*()[~^!-]+"  # an #SBATCH line takes no quotes
 
@@ -188,7 +193,7 @@ class SlurmOptions(RunOptions, SlurmName):
         """
         if self.workdir.startswith("gs:"):
             raise UsageError(
-                f"--workdir {self.workdir} is in a bucket, and SLURM's own output and the checkout "
+                f"--workdir {self.workdir} is in a bucket, and SLURM's own output and the code "
                 "go there too: name a directory that all nodes share."
             )
         path = os.path.abspath(self.workdir)
@@ -201,7 +206,7 @@ class SlurmOptions(RunOptions, SlurmName):
 
 def script(options: SlurmOptions, job: Job) -> str:
     """The batch script. The run's relative paths begin in the current directory."""
-    copy = _copy_of_checkout(job)
+    copy = _copy_of_code(job)
     sbatch = {
         "job-name": job.name,
         "nodes": options.nodes,
@@ -240,8 +245,8 @@ cd {shlex.quote(os.getcwd())} || exit
 set -uo pipefail
 # srun does not take it from the job by itself.
 [[ -z ${{SLURM_CPUS_PER_TASK:-}} ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
-export PYTHONPATH={shlex.quote(str(copy))}${{PYTHONPATH:+:$PYTHONPATH}}
-export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1  # the copy, not the checkout
+export PYTHONPATH={shlex.quote(f"{copy}/{_PACKAGE}")}${{PYTHONPATH:+:$PYTHONPATH}}
+export PYTHONUNBUFFERED=1
 {setup}
 
 # srun's own code is the highest of all processes', and JAX aborts those (134) that lose one which
@@ -269,15 +274,16 @@ exit "$code"
 
 
 def launch(options: SlurmOptions, job: Job) -> None:
-    """Write the checkout and the script, and submit it.
+    """Write the code and the script, and submit it.
 
     Raises:
       ValueError: sbatch refuses.
     """
-    copy = _copy_of_checkout(job)
+    copy = _copy_of_code(job)
     if not copy.exists():
         part = copy.with_name(f"{copy.name}.part{os.getpid()}")
-        job.checkout.write(part)
+        job.code.write(part)
+        _unpack(part / wheel.NAME, part / _PACKAGE, job.code.wheel_sha256)
         part.rename(copy)
     path = Path(job.workdir) / f"{job.name}.sbatch"
     path.write_text(script(options, job))
@@ -287,5 +293,14 @@ def launch(options: SlurmOptions, job: Job) -> None:
     log(f"see `maxmars launch slurm status|stop --name {job.name}`")
 
 
-def _copy_of_checkout(job: Job) -> Path:
-    return Path(job.workdir) / f"source-{job.checkout.digest}"
+def _copy_of_code(job: Job) -> Path:
+    return Path(job.workdir) / f"source-{job.code.digest}"
+
+
+def _unpack(path: Path, folder: Path, sha256: str) -> None:
+    """Unpack the wheel, with the note that pip makes of where a package came from (PEP 610)."""
+    with zipfile.ZipFile(path) as archive:
+        archive.extractall(folder)
+    (info,) = folder.glob("*.dist-info")
+    origin = {"url": path.as_uri(), "archive_info": {"hash": f"sha256={sha256}"}}
+    (info / "direct_url.json").write_text(json.dumps(origin))

@@ -1,6 +1,6 @@
 """`maxmars launch tpu-vm`: a run on the hosts of a TPU, started again after each preemption.
 
-The run goes on without this program, which creates the TPU, copies the checkout, starts every host
+The run goes on without this program, which creates the TPU, copies the code, starts every host
 at once and shows the log; run again, it takes up where things stand. The hosts start the run again
 by themselves. Only a TPU that was preempted needs this program, to be created anew, and a host that
 was rebooted.
@@ -32,6 +32,7 @@ from tyro.conf import Suppress, UseAppendAction, arg
 
 from maxmars.config.checks import Positive, UsageError
 from maxmars.config.chips import TPU_TYPES, Shape, parse_shape
+from maxmars.launch import wheel
 from maxmars.launch.job import (
     CONSTRAINTS,
     SETUP,
@@ -635,8 +636,9 @@ def host_script(options: TpuOptions, job: Job) -> str:
     """The script on each host: the values of this run, then host.sh."""
     values = {
         "name": job.name,
-        "digest": job.checkout.digest,
+        "digest": job.code.digest,
         "python": f"python{sys.version_info.major}.{sys.version_info.minor}",
+        "wheel": wheel.NAME,
         "constraints": CONSTRAINTS,
         "setup": "" if options.setup is None else SETUP,
         "max_restarts": str(options.max_restarts),
@@ -659,7 +661,7 @@ def _file_names(job: Job) -> list[str]:
 
 def _write_files(options: TpuOptions, job: Job, folder: Path) -> list[str]:
     archive, script, environment = paths = [folder / name for name in _file_names(job)]
-    archive.write_bytes(job.checkout.archive)
+    archive.write_bytes(job.code.archive)
     script.write_text(host_script(options, job))
     environment.touch(mode=0o600)  # has the secrets
     environment.write_text(_environment_file(job.environment.items()))
@@ -683,7 +685,7 @@ def describe(options: TpuOptions, job: Job) -> str:
 # What `maxmars launch tpu-vm` does; this was a dry run.
 set -euo pipefail
 
-# {archive}: {job.checkout.size}
+# {archive}: {job.code.size}
 {_here_document(script, host_script(options, job))}
 {_here_document(environment, _environment_file((n, "<redacted>") for n in job.environment))}
 

@@ -94,6 +94,7 @@ exit $worst
 
     def __init__(self, folder, monkeypatch):
         self.folder = folder
+        monkeypatch.chdir(folder)
         said = shlex.quote(str(folder / "run" / "slurm-42.out"))
         program(folder / "bin" / "srun", self.SRUN.replace("OUTPUT", said))
         program(folder / "bin" / "sbatch", "#!/bin/bash\necho 42\n")
@@ -132,8 +133,9 @@ exit $worst
 class JobSet:
     """Starts all pods again when one fails, unless the manifest's rules fail the JobSet."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, monkeypatch):
         self.folder = folder
+        monkeypatch.chdir(folder)
         config, workdir = str(folder / "config.py"), str(folder / "run")
         (folder / "network.yaml").write_text("metadata: {annotations: {played: 'true'}}\n")
         words = ["launch", "gke", "--dry-run", config, "--name", "run", "--topology", "h100:16"]
@@ -148,7 +150,7 @@ class JobSet:
         (container,) = job["template"]["spec"]["containers"]
         last = container["command"][2].splitlines()[-1]
         self.command = last.replace("exec python3 ", f"exec {shlex.quote(sys.executable)} ")
-        self.command = self.command.replace("launch-config/", f"{folder}/")
+        self.command = self.command.replace(" config.py ", f" {folder}/config.py ")
 
     def run(self):
         codes, output = [], ""
@@ -173,9 +175,9 @@ class JobSet:
 
 
 @pytest.mark.slow
-def test_an_error_of_one_process_ends_them_all(folder):
+def test_an_error_of_one_process_ends_them_all(folder, monkeypatch):
     set_faults(folder, {1: "no such disk"})
-    codes, output = JobSet(folder).run()
+    codes, output = JobSet(folder, monkeypatch).run()
     assert len(codes) == 1, output
     assert "no such disk in window" in output
     assert "has lost another process of the run" in output

@@ -16,6 +16,8 @@ import pytest
 import yaml
 from fake_cloud import launch, program, with_options
 
+from maxmars.launch import wheel
+
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
 START = ["launch", "gke", CONFIG, "--name", "run1", "--workdir", "/mnt/run1"]
 TPU = [*START, "--topology", "v5p:4x4x4"]
@@ -152,8 +154,9 @@ def test_options_that_change_the_pods(capsys):
     assert pod["tolerations"] == [spot | {"effect": "NoSchedule"}]
     assert container["image"] == "mine:1"
     script = container["command"][2]
-    assert "pip install" not in script
-    assert "exec python3 -m maxmars train" in script
+    assert "[tpu,gcs]" not in script
+    assert f"--no-index --no-deps --force-reinstall ./{wheel.NAME}" in script
+    assert "exec python3 -P -m maxmars train" in script
 
 
 def test_words_are_quoted_in_the_script(capsys, tmp_path):
@@ -189,7 +192,8 @@ def test_what_is_created(cloud, capsys, monkeypatch):
     assert packed["metadata"] == {"name": "run1-source", "namespace": "team"}
     archive = base64.b64decode(packed["binaryData"]["source.tar.gz"])
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        assert {"tests/launch/large_batch.py", "launch-constraints.txt"} <= set(tar.getnames())
+        names = {"tests/launch/large_batch.py", "launch-constraints.txt", wheel.NAME}
+        assert set(tar.getnames()) == names
     jobset = json.loads((cloud / "jobset.json").read_text())
     _, _, container = pod_of(jobset)
     assert container["envFrom"] == [{"secretRef": {"name": "run1-environment"}}]
@@ -262,7 +266,7 @@ def test_jax_may_not_take_cpus_in_place_of_chips(capsys, monkeypatch, topology, 
 
 
 @pytest.mark.seconds
-def test_a_checkout_that_no_configmap_holds(cloud, capsys):
+def test_more_than_a_configmap_holds(cloud, capsys):
     (cloud / "setup.sh").write_bytes(os.urandom(1_100_000))
     assert launch(*TPU, "--setup", str(cloud / "setup.sh")) == 1
     assert "1 MB" in capsys.readouterr().err

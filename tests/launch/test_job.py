@@ -1,59 +1,53 @@
-"""The packed checkout, and the names of machines."""
+"""What goes along to other machines, and the names of machines."""
 
-import shutil
+import io
+import os
 import subprocess
+import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 from refusals import refused
 
-from maxmars.config.checkout import git_commit
+from maxmars.checkpoint.environment import package_digest
 from maxmars.config.checks import UsageError
 from maxmars.config.chips import CHIPS, parse_shape
 from maxmars.config.user_code import Source
+from maxmars.launch import wheel
 from maxmars.launch.gke import GkeOptions
 from maxmars.launch.job import pack
 from maxmars.launch.tpu_vm import TpuOptions
 
-TOP = {"pyproject.toml", "README.md"}  # which pip reads
-PACKAGE = {f"maxmars/{name}.py" for name in ("b", "__init__", "cli/__init__", "cli/train")}
-
-
-def git(checkout):
-    return ["git", "-C", str(checkout), "-c", "user.name=x", "-c", "user.email=x"]
+CONFIG = "def get_config():\n    pass\n"
 
 
 @pytest.fixture
-def checkout(tmp_path):
-    root = tmp_path / "checkout"
-    for name in (
-        "configs/a.py",
-        "maxmars/b.py",
-        "maxmars/__init__.py",
-        "maxmars/cli/__init__.py",
-        "maxmars/cli/train.py",
-        "runs/big.bin",
-        ".gitignore",
-        "old.py",
-        "tests/c.py",
-        "tools/d.py",
-        "maxmars/README.md",
-        "README.md",
-    ):
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("runs\n" if name == ".gitignore" else "" if "py" in name else name)
-    (root / "pyproject.toml").touch()
-    subprocess.run([*git(root), "init", "-q"], check=True)
-    track(root, ".")
+def folder(tmp_path, monkeypatch):
+    """The current folder, with files of the user's own."""
+    root = tmp_path / "mine"
+    files = {
+        "config.py": f"import sizes\n{CONFIG}",
+        "sizes.py": "",
+        "lib/data.py": "from noise import draw\n",
+        "lib/noise/draw.py": "",
+        "optim.py": "",
+        "old.py": "",
+        ".env": "secret",
+        "tokens/meta.json": "{}",
+        "tokens/deep/train.bin": "0",
+        "tokens/.hidden": "",
+        "tokens/__pycache__/x.pyc": "",
+    }
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    monkeypatch.chdir(root)
     return root
 
 
-def track(checkout, *files):
-    subprocess.run([*git(checkout), "add", *files], check=True)
-
-
 def names(packed):
-    return set(packed.contents) - {"launch-constraints.txt", "launch-commit.txt"}
+    return set(packed.contents) - {"launch-constraints.txt", wheel.NAME}
 
 
 def unpacked(packed, folder):
@@ -63,143 +57,84 @@ def unpacked(packed, folder):
     return folder
 
 
-def commit_of(packed, folder):
-    """The commit that a run records which runs from the archive."""
-    return git_commit(unpacked(packed, folder))
-
-
-def test_the_present_state_of_a_git_checkout_and_its_commit(checkout, tmp_path):
-    config = f"{checkout}/configs/a.py"
-    assert commit_of(pack(config, root=checkout), tmp_path / "none") is None
-    subprocess.run([*git(checkout), "commit", "-qm", "x"], check=True)
-    commit = subprocess.check_output([*git(checkout), "rev-parse", "HEAD"], text=True).strip()
-    assert commit_of(pack(config, root=checkout), tmp_path / "clean") == commit
-    (checkout / "old.py").unlink()
-    (checkout / "configs" / "a.py").write_text("changed = 1")
-    (checkout / "new.py").touch()
-    packed = pack(f"{config}:size=xl", root=checkout)
-    assert names(packed) == {"configs/a.py", ".gitignore"} | PACKAGE | TOP
-    assert packed.config == "configs/a.py:size=xl"
-    assert commit_of(packed, tmp_path / "dirty") == f"{commit}-dirty"
-    assert (tmp_path / "dirty" / "configs" / "a.py").read_text() == "changed = 1"
-    assert "jax==" in (tmp_path / "dirty" / "launch-constraints.txt").read_text()
-    assert pack(config, root=checkout).digest == packed.digest
-    (checkout / "maxmars" / "b.py").write_text("changed")
-    assert pack(config, root=checkout).digest != packed.digest
-
-
-def test_what_git_does_not_track_goes_along_only_by_name(checkout):
-    config = checkout / "configs" / "mine.py"  # not tracked either
-    config.touch()
-    for name in (".env", "runs/key.pem"):  # the second is ignored
-        (checkout / name).write_text("secret")
-    packed = pack(str(config), root=checkout)
-    assert (
-        names(packed) == {"configs/mine.py", "configs/a.py", "old.py", ".gitignore"} | PACKAGE | TOP
-    )
-    packed = pack(str(config), root=checkout, include=[".env", "runs/key.pem"])
-    assert {".env", "runs/key.pem"} <= names(packed)
-    for name in ("no.env", "../checkout/old.py", "/etc/passwd"):
-        with refused(FileNotFoundError, f"--include {name}"):
-            pack(str(config), root=checkout, include=[name])
+def test_what_a_run_names_goes_along_and_nothing_else(folder):
+    assert names(pack("config.py")) == {"config.py", "sizes.py"}
+    sources = [Source.parse(name) for name in ("lib/data.py:f", "optim.py:make")]
+    packed = pack(f"{folder}/config.py", sources=sources)
+    own = {"config.py", "sizes.py", "optim.py", "lib/data.py", "lib/noise/draw.py"}
+    assert names(packed) == own
+    assert packed.config == "config.py"
+    assert "jax==" in packed.contents["launch-constraints.txt"].decode()
+    packed = pack("config.py", include=[".env", "./tokens"])
+    tokens = {"tokens/meta.json", "tokens/deep/train.bin"}
+    assert names(packed) == {"config.py", "sizes.py", ".env"} | tokens
+    assert packed.has("tokens")
+    assert not packed.has("lib")
+    packed = pack("config.py", scripts={"launch-setup.sh": folder / "old.py"})
+    assert "launch-setup.sh" in names(packed)
+    assert names(pack("quickstart")) == set()
 
 
 @pytest.mark.parametrize(
-    ("file", "line", "missing"),
+    ("config", "here", "there"),
     [
-        ("maxmars/b.py", "", None),
-        ("maxmars/cli/train.py", "from maxmars import b, new", "maxmars/new.py"),
-        ("configs/a.py", "def f():\n  import new, json, jax", "new.py"),
-        ("configs/optim.py", "import maxmars.new", "maxmars/new.py"),
-        ("old.py", "import new", None),  # which the run does not import
+        ("quickstart:data=gs://b/x", "quickstart:data=gs://b/x", "quickstart:data=gs://b/x"),
+        ("./config.py:data=a/b.py", "config.py:data=a/b.py", "/there/config.py:data=a/b.py"),
+        (
+            "gpt2:size=xl,optimizer=./optim.py:make",
+            "gpt2:size=xl,optimizer=optim.py:make",
+            "gpt2:size=xl,optimizer=/there/optim.py:make",
+        ),
     ],
 )
-def test_an_import_that_would_be_missing_is_named(checkout, file, line, missing):
-    (checkout / "configs" / "optim.py").touch()
-    (checkout / file).write_text(line)
-    for name in ("maxmars/new.py", "new.py"):
-        (checkout / name).touch()
-    sources = [Source.parse(f"{checkout}/configs/optim.py:make")]
-
-    def packed(*include):
-        config = str(checkout / "configs" / "a.py")
-        return names(pack(config, root=checkout, sources=sources, include=include))
-
-    if missing is None:
-        assert packed().isdisjoint({"maxmars/new.py", "new.py"})
-        return
-    with refused(UsageError, f" {missing},"):
-        packed()
-    assert missing in packed(missing)
-    track(checkout, missing)
-    assert missing in packed()
+def test_config_where_the_files_are(folder, config, here, there):
+    packed = pack(config)
+    assert packed.config == here
+    assert packed.config_in(Path("/there")) == there
 
 
-def test_what_a_config_imports_from_its_folder_goes_along(checkout, tmp_path):
-    (checkout / "configs" / "a.py").write_text("from beside import x")
-    (checkout / "configs" / "beside.py").touch()
-    assert "configs/beside.py" in names(pack(str(checkout / "configs" / "a.py"), root=checkout))
-    (tmp_path / "mine.py").write_text("import helper")
-    (tmp_path / "helper.py").touch()
-    packed = names(pack(str(tmp_path / "mine.py"), root=checkout))
-    assert {"launch-config/mine.py", "launch-config/helper.py"} <= packed
-    (tmp_path / "mine.py").write_text("")
-    (tmp_path / "optim.py").write_text("def (")
-    with refused(ValueError, f"{tmp_path}/optim.py:1"):
-        source = Source.parse(f"{tmp_path}/optim.py:make")
-        pack(str(tmp_path / "mine.py"), sources=[source], root=checkout)
+def test_the_same_files_give_the_same_bytes(folder):
+    packed = pack("config.py")
+    assert pack("config.py").archive == packed.archive
+    (folder / "sizes.py").write_text("changed = 1")
+    changed = pack("config.py")
+    assert changed.digest != packed.digest
+    assert changed.wheel_sha256 == packed.wheel_sha256
 
 
-def test_a_config_from_elsewhere_and_scripts_go_along(checkout, tmp_path):
-    config = tmp_path / "mine.py"
-    config.write_text("x = 1")
-    packed = pack(str(config), root=checkout, scripts={"launch-setup.sh": config})
-    assert {"launch-config/mine.py", "launch-setup.sh", "configs/a.py"} <= names(packed)
-    assert packed.config == "launch-config/mine.py"
-    assert packed.has("launch-config")
+def test_what_is_absent_or_elsewhere_is_refused(folder, tmp_path):
+    (tmp_path / "outside.py").write_text(CONFIG)
+    with refused(UsageError, "../outside.py"):
+        pack("../outside.py")
+    with refused(UsageError, "outside.py"):
+        pack("config.py", sources=[Source.parse(f"{tmp_path}/outside.py:f")])
+    for name in ("../outside.py", "/etc/passwd"):
+        with refused(UsageError, name):
+            pack("config.py", include=[name])
+    with refused(FileNotFoundError, "none.env"):
+        pack("config.py", include=["none.env"])
+    with refused(FileNotFoundError, "none.py"):
+        pack("config.py", sources=[Source.parse("none.py:f")])
 
 
-def test_the_files_of_a_configs_functions_go_along(checkout, tmp_path):
-    for folder in (checkout / "configs", tmp_path):
-        (folder / "lib").mkdir()
-        for name in ("lib/data.py", "optim.py", "mine.py"):
-            (folder / name).touch()
-    (checkout / "data.py").touch()
-
-    def packed(folder, *sources):
-        config, functions = folder / "mine.py", [Source.parse(f"{folder}/{s}") for s in sources]
-        return names(pack(str(config), sources=functions, root=checkout))
-
-    there = packed(checkout / "configs", "lib/data.py:f", "optim.py:make", "../data.py:f")
-    assert {"configs/mine.py", "configs/lib/data.py", "configs/optim.py", "data.py"} <= there
-    there = packed(tmp_path, "lib/data.py:f", "optim.py:make")
-    assert {f"launch-config/{name}" for name in ("mine.py", "lib/data.py", "optim.py")} <= there
-    outside = {tmp_path: "../data.py:f", checkout / "configs": "../../lib/data.py:f"}
-    for folder, source in outside.items():
-        with refused(ValueError, f"{folder}/{source}"):
-            packed(folder, source)
-    with refused(FileNotFoundError, "none.py:f"):
-        packed(tmp_path, "none.py:f")
+def test_an_import_from_another_folder_is_named(folder):
+    (folder / "lib" / "data.py").write_text("def f():\n  import old, json, jax\n")
+    with refused(UsageError, "lib/data.py", "old.py"):
+        pack("config.py", sources=[Source.parse("lib/data.py:f")])
+    (folder / "old.py").rename(folder / "lib" / "old.py")
+    assert "lib/old.py" in names(pack("config.py", sources=[Source.parse("lib/data.py:f")]))
 
 
-def test_no_checkout_and_one_that_is_too_large(checkout, tmp_path):
-    with refused(ValueError, tmp_path):
-        pack("x.py", root=tmp_path)
-    shutil.move(checkout / ".git", tmp_path / "moved")
-    with refused(ValueError, "git"):
-        pack(f"{checkout}/configs/a.py", root=checkout)
-    shutil.move(tmp_path / "moved", checkout / ".git")
-    with (checkout / "large.bin").open("wb") as file:
+def test_too_much(folder):
+    with (folder / "large.bin").open("wb") as file:
         file.truncate(50_000_001)
-    track(checkout, "large.bin")
     with refused(ValueError, "large.bin"):
-        pack(f"{checkout}/configs/a.py", root=checkout)
+        pack("config.py", include=["large.bin"])
 
 
-def test_the_archive_has_what_is_written(checkout, tmp_path):
-    (checkout / "configs" / "mount.sh").write_text("mount")
-    track(checkout, "configs/mount.sh")
-    packed = pack(f"{checkout}/configs/a.py", root=checkout)
+def test_the_archive_has_what_is_written(folder, tmp_path):
+    (folder / "mount.sh").write_text("mount")
+    packed = pack("config.py", include=["mount.sh"])
     packed.write(tmp_path / "written")
 
     def files(folder):
@@ -207,15 +142,31 @@ def test_the_archive_has_what_is_written(checkout, tmp_path):
         return {p.relative_to(folder): (p.read_bytes(), p.stat().st_mode & 0o100) for p in paths}
 
     written = files(tmp_path / "written")
-    assert {mode for _, mode in written.values()} == {0, 0o100}  # configs/mount.sh can be run
+    assert {mode for _, mode in written.values()} == {0, 0o100}  # mount.sh can be run
     assert written == files(unpacked(packed, tmp_path / "unpacked"))
 
 
-def test_this_checkout_packs():
-    packed = pack("configs/quickstart.py")
-    assert {"maxmars/train/loop.py", "pyproject.toml", "configs/quickstart.py"} <= names(packed)
-    assert not [name for name in names(packed) if name.startswith(("tests/", "tools/"))]
-    assert len(packed.archive) < 600_000  # a ConfigMap takes 1 MB
+@pytest.mark.seconds
+def test_the_wheel_has_this_maxmars(tmp_path):
+    with zipfile.ZipFile(io.BytesIO(wheel.make_wheel())) as archive:
+        archive.extractall(tmp_path)
+    assert not [*tmp_path.rglob("__pycache__")]
+    (info,) = tmp_path.glob("*.dist-info")
+    listed = {line.split(",")[0] for line in (info / "RECORD").read_text().splitlines()}
+    files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert listed == files
+    assert {"maxmars/config/files/quickstart.py", "maxmars/launch/host.sh"} <= files
+    program = "import maxmars.checkpoint.environment as e; print(e.__file__, e.package_digest())"
+    path = {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-P", "-c", program]
+    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+    file, digest = done.stdout.split()
+    assert Path(file).is_relative_to(tmp_path)
+    assert digest == package_digest()
+
+
+def test_this_maxmars_is_small_enough():
+    assert len(pack("quickstart").archive) < 600_000  # a ConfigMap takes 1 MB
 
 
 @pytest.mark.parametrize(

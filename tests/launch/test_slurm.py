@@ -92,7 +92,7 @@ def submit(cloud, capsys, *options):
     path = cloud / "runs" / "run1" / "run1.sbatch"
     assert f"--parsable {path}\n" in (cloud / "calls").read_text()
     text = path.read_text()
-    assert f" {sys.executable} -m maxmars train" in text
+    assert f" {sys.executable} -P -m maxmars train" in text
     path.write_text(text.replace(f" {sys.executable} ", f" {cloud / 'task'} "))
     return path
 
@@ -128,16 +128,14 @@ def test_the_script_runs_a_copy_on_each_node(cloud, capsys, monkeypatch):
     (copy,) = (cloud / "runs" / "run1").glob("source-*")
     for number, task in enumerate(tasks):
         assert task["cwd"] == str(cloud)  # relative paths begin where the user is
-        assert task["argv"][:3] == ["-m", "maxmars", "train"]
-        assert task["argv"][3:] == [
-            str(copy / "configs" / "quickstart.py"),
+        assert task["argv"] == [
+            *("-P", "-m", "maxmars", "train"),
+            "quickstart",
             "--workdir",
             str(cloud / "runs" / "run1"),
             *train,
         ]
-        assert (copy / "configs" / "quickstart.py").exists()
-        assert task["env"]["PYTHONPATH"] == str(copy)
-        assert task["env"]["PYTHONSAFEPATH"] == "1"
+        assert task["env"]["PYTHONPATH"] == f"{copy}/package"
         assert task["env"]["SLURM_PROCID"] == str(number)  # by which JAX knows its place
         assert task["env"]["SLURM_CPUS_PER_TASK"] == "12"
         assert "JAX_PLATFORMS" not in task["env"]  # a login node has no GPUs, the nodes have
@@ -179,7 +177,7 @@ def test_options_setup_prolog_and_environment(cloud, capsys, monkeypatch):
     assert words[:4] == [*own, "--container-image=a b#c", "--kill-on-bad-exit=1"]
     tasks = [json.loads(line)["env"] for line in (cloud / "tasks").read_text().splitlines()]
     (copy,) = (cloud / "runs" / "run1").glob("source-*")  # goes before what the prolog adds
-    seen = {"MODULE": "cuda ", "WANDB_API_KEY": "secret", "PYTHONPATH": f"{copy}:/site"}
+    seen = {"MODULE": "cuda ", "WANDB_API_KEY": "secret", "PYTHONPATH": f"{copy}/package:/site"}
     assert all(task.items() >= seen.items() for task in tasks)
     assert len(tasks) == 2
 
@@ -234,7 +232,7 @@ def test_functions_that_a_config_names_go_along(cloud, capsys):
         (cloud / "mine" / f"{name}.py").write_text(f"def {name}(): pass")
     words = ["mine/config.py", "--name", "run1", "--workdir", "runs/run1", "--nodes", "1"]
     assert launch("launch", "slurm", *words) == 0
-    (copy,) = (cloud / "runs" / "run1").glob("source-*/launch-config")
+    (copy,) = (cloud / "runs" / "run1").glob("source-*/mine")
     assert {path.name for path in copy.iterdir()} == {"config.py", "data.py", "more.py", "optim.py"}
     config = load_config(str(copy / "config.py"))
     functions = [source.load().__name__ for source in sources_in(config)]
@@ -258,4 +256,4 @@ def test_a_choice_with_slashes_stays_as_it_is(cloud, capsys):
     )
     words = ["mine.py:data=gs://bucket/x", "--name", "run1", "--workdir", "runs/run1"]
     assert launch("launch", "slurm", *words, "--dry-run") == 0
-    assert "/launch-config/mine.py:data=gs://bucket/x --workdir" in capsys.readouterr().out
+    assert "/mine.py:data=gs://bucket/x --workdir" in capsys.readouterr().out

@@ -64,7 +64,7 @@ def test_a_queued_spot_tpu_from_request_to_deletion(cloud, capsys, monkeypatch, 
         seen = (cloud.folder / f"seen{host}").read_text().strip()
         directory, arguments, key, platforms = seen.split("|")
         assert directory.endswith(f"host{host}/maxmars-run1/source")
-        words = "-m maxmars train configs/quickstart.py --workdir /nfs/run1"
+        words = "-P -m maxmars train quickstart --workdir /nfs/run1"
         assert arguments == f"{words} --num-steps 7 --name o'hara"
         assert key == "it's $ecret"
         assert platforms == "tpu,cpu"  # JAX fails where there is no TPU

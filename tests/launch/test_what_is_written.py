@@ -16,7 +16,7 @@ from fake_cloud import launch
 from jobset_rules import problems, wrong_by_schema
 from running import gpus_for_jax
 
-from maxmars.launch.job import Job, PackedCheckout
+from maxmars.launch.job import Job, PackedCode
 from maxmars.launch.tpu_vm import TpuOptions, host_script
 
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
@@ -211,16 +211,12 @@ def test_the_dry_run_of_a_tpu_passes_shellcheck(capsys, files):
 
 
 def test_the_script_of_tpu_hosts_passes_shellcheck():
-    checkout = PackedCheckout(contents={}, config="configs/quickstart.py")
+    code = PackedCode(contents={}, config="quickstart")
     words = ("--name", "it's mine")
-    job = Job(
-        name="run1", checkout=checkout, workdir="gs://b/r", train_arguments=words, environment={}
-    )
+    job = Job(name="run1", code=code, workdir="gs://b/r", train_arguments=words, environment={})
     tpu = {"zone": "us-east5-a", "accelerator": "v5p-16"}
     setup = Path("mount.sh")
-    options = TpuOptions(
-        config=checkout.config, name="run1", workdir="gs://b/r", setup=setup, **tpu
-    )
+    options = TpuOptions(config=code.config, name="run1", workdir="gs://b/r", setup=setup, **tpu)
     assert shellcheck(host_script(options, job)) == ""
 
 
