@@ -52,8 +52,8 @@ def package_versions() -> dict[str, str]:
 
 
 def package_digest() -> str:
-    """The first 16 hex digits of the SHA-256 over the Python files of the running maxmars, without the
-    configs, which a wheel has among them, and a checkout beside them."""
+    """The first 16 hex digits of the SHA-256 over the Python files of the running maxmars, without
+    the configs, which a wheel has among them, and a checkout beside them."""
     root = Path(maxmars.__file__).parent
     sha = hashlib.sha256()
     for path in sorted({*root.rglob("*.py")} - {*root.glob("config/files/*")}):

@@ -180,16 +180,8 @@ class Job:
         """
         config = self.code.config if directory is None else self.code.config_in(directory)
         # -P: a file in the folder where the process starts hides no module.
-        return [
-            "-P",
-            "-m",
-            "maxmars",
-            "train",
-            config,
-            "--workdir",
-            self.workdir,
-            *self.train_arguments,
-        ]
+        train = ["-P", "-m", "maxmars", "train", config, "--workdir", self.workdir]
+        return [*train, *self.train_arguments]
 
 
 def pack(

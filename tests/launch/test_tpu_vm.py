@@ -422,9 +422,10 @@ class RealTraining:
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_two_hosts_preempted_and_killed_end_as_if_undisturbed(cloud, tmp_path, capsys):
+def test_two_hosts_preempted_and_killed_end_as_if_undisturbed(cloud, tmp_path, capsys, monkeypatch):
     """First the processes end with their hosts and continue on new ones; then the one with JAX's
     coordinator is killed, and the other ends with it."""
+    monkeypatch.chdir(tmp_path)
     training = RealTraining(cloud, tmp_path, 60, "every=15")
     disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
     training.start(disturbed, "--spot", "--queued", "--poll-s", "1")
