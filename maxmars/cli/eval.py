@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,8 +13,9 @@ import tyro
 
 from maxmars.cli.output import why_no_output
 from maxmars.cli.parse import parse_options
-from maxmars.config import MeshConfig, TokenShardsConfig
+from maxmars.config import MeshConfig, ValidationSet
 from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, UsageError
+from maxmars.config.data import require_distinct
 from maxmars.config.user_code import Source
 
 _TASKS = ("loss", "hellaswag", "own")
@@ -23,8 +25,10 @@ _TASKS = ("loss", "hellaswag", "own")
 class DataArguments(CheckedConfig):
     """The data of the validation loss."""
 
-    path: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory of tokens, whose validation split is taken; None takes that of the run."""
+    path: tuple[ValidationSet, ...] = ()
+    """`PLACE`, or several `NAME=PLACE`: directories of tokens, whose validation split is taken,
+    files of text, or functions of your own, `FILE.py:NAME`. Without it the loss is measured on the
+    validation split of the run's data and on its sets (eval.data)."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Of other programs' files there that are not GPT-2's: byte, gpt2, or the path of a
     tokenizer.json."""
@@ -35,6 +39,10 @@ class DataArguments(CheckedConfig):
     num_windows: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Number of sequences of the model's context to score; None takes as many as the run, or
     512."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_distinct([one.name for one in self.path])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,20 +198,14 @@ def _check_output(output: Path) -> None:
         raise UsageError(problem)
 
 
-def _data(options: DataArguments) -> TokenShardsConfig | None:
-    """The tokens that --data names; None where it names none."""
-    named = {
-        "tokenizer": options.tokenizer,
-        "vocab_size": options.vocab_size,
-        "dtype": options.dtype,
-    }
-    if options.path is not None:
-        return TokenShardsConfig(path=options.path, **named)
-    for name, value in named.items():
-        if value is not None:
-            flag = name.replace("_", "-")
-            raise UsageError(f"--data.{flag} says what the tokens of --data.path are; name it too.")
-    return None
+def _token_files(options: DataArguments) -> dict[str, Any]:
+    """What --data says of the tokens of other programs."""
+    names = ("tokenizer", "vocab_size", "dtype")
+    files = {name: value for name in names if (value := getattr(options, name)) is not None}
+    if files and not options.path:
+        flag = next(iter(files)).replace("_", "-")
+        raise UsageError(f"--data.{flag} says what the tokens of --data.path are; name it too.")
+    return files
 
 
 def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
@@ -211,23 +213,25 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     from maxmars.distributed.progress import Progress, loading_jax
 
     with loading_jax():
+        from maxmars.data.batches import open_validation
         from maxmars.eval.hellaswag import load_questions
         from maxmars.eval.report import score_models
         from maxmars.eval.trained_model import find_target
 
-    data, own, questions, wanted = _data(arguments.data), (), [], tasks or _TASKS
+    files, own, questions, wanted = _token_files(arguments.data), (), [], tasks or _TASKS
     given = (arguments.target, arguments.against)
     targets = [find_target(target) for target in given if target is not None]
-    first = targets[0]
-    if "loss" in wanted:
-        data = data or first.data()
-        if data is None and tasks:
-            raise UsageError(
-                f"{first.path} does not say on which data it was trained, as a run does; name a "
-                "directory of tokens (--data.path DIR), or leave the loss out (--tasks hellaswag)."
-            )
+    first, data, sets = targets[0], None, arguments.data.path
+    evaluation = first.evaluation()
+    if not sets and "loss" in wanted:
+        data, sets = first.data(), evaluation.data
+    if data is None and not sets and "loss" in tasks:
+        raise UsageError(
+            f"{first.path} does not say on which data it was trained, as a run does; name a "
+            "directory of tokens (--data.path DIR), or leave the loss out (--tasks hellaswag)."
+        )
     if "own" in wanted:
-        own = first.own_evaluations() if arguments.own is None else arguments.own
+        own = evaluation.own or () if arguments.own is None else arguments.own
         if not own and tasks:
             raise UsageError(
                 f"{first.path} names no function to evaluate it by, as eval.own of a run does; "
@@ -237,11 +241,14 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         path, count = arguments.hellaswag.path, arguments.hellaswag.num_questions
         with Progress(stderr=True) as progress, progress.waiting("reading HellaSwag"):
             questions = load_questions(path, num_questions=count)  # may download 12 MB
+    open_ = functools.partial(
+        open_validation, data, sets, lambda: first.tokenizer(first.config()), files=files
+    )
     report = score_models(
         targets,
         mesh,
-        data=data if "loss" in wanted else None,
-        num_windows=arguments.data.num_windows or first.num_windows(),
+        data=open_ if "loss" in wanted and (data is not None or sets) else None,
+        num_windows=arguments.data.num_windows or evaluation.num_windows,
         questions=questions,
         own=own,
         batch_size=arguments.batch_size,

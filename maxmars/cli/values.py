@@ -25,6 +25,7 @@ from tyro.constructors import (
     StructTypeInfo,
 )
 
+from maxmars.config.data import ValidationSet
 from maxmars.config.user_code import Source
 
 VALUES = ConstructorRegistry()
@@ -51,12 +52,16 @@ def _integer(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
 
 
 @VALUES.primitive_rule
-def _own_function(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """A function of the user's own: a text, of which the config makes a `Source` here, so that its
-    path is relative to where it is typed."""
-    if info.type is not Source:
+def _named(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """Data by a name; or a function of the user's own: a text, of which the config makes a `Source`
+    here, so that its path is relative to where it is typed."""
+    if info.type is ValidationSet:
+        parse, metavar = ValidationSet.parse, "NAME=PLACE"
+    elif info.type is Source:
+        parse, metavar = str, "FILE.py:NAME"
+    else:
         return None
-    return _one_word("FILE.py:NAME", lambda words: words[0], Source, lambda source: source.written)
+    return _one_word(metavar, lambda words: parse(*words), info.type, lambda named: named.written)
 
 
 def _one_word(

@@ -15,6 +15,7 @@ from maxmars.config.data import (
     PythonSourcesConfig,
     TokenFilesConfig,
     TokenShardsConfig,
+    ValidationSet,
 )
 from maxmars.config.load import load_config
 from maxmars.config.model import GPT2Config, ModelConfig, ModuleConfig

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
 
-from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, require
+from maxmars.config.checks import (
+    CheckedConfig,
+    Count,
+    NotEmpty,
+    NotNegative,
+    Positive,
+    Rule,
+    require,
+)
 from maxmars.config.user_code import Source, with_tuples
 
 Order = Literal["shuffled", "sequential", "random_windows"]
@@ -185,3 +196,42 @@ class MixtureConfig(TokenOptions):
 
 
 DataConfig = TokenShardsConfig | PythonSourcesConfig | GrainConfig | MixtureConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet(CheckedConfig):
+    """Validation data beside the split of the training data, which `NAME=PLACE` names."""
+
+    name: Annotated[str, Rule(re.compile(r"[\w.-]+").fullmatch, "must be letters, digits, _ . -")]
+    """What its metrics are called by."""
+    place: Source | NotEmpty
+    """A directory of tokens, whose split `val` is taken; a file of text, which is taken whole, in
+    the tokenizer of the model; or a function, `FILE.py:NAME`, see `GrainSource`."""
+    digest: str | None = None
+    """Of the data. Only a run sets this."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.place, str) and ".py:" in self.place:
+            source = Source.parse(self.place, field=f"the data {self.name}")
+            object.__setattr__(self, "place", source)
+        super().__post_init__()
+
+    @classmethod
+    def parse(cls, text: str) -> ValidationSet:
+        """The set that `NAME=PLACE` names, or `PLACE` alone, whose last part is then the name."""
+        name, equals, place = text.partition("=")
+        if not equals or "/" in name:
+            name, place = text.rpartition(":")[2] if ".py:" in text else PurePath(text).stem, text
+        return cls(name=name, place=place)
+
+    @property
+    def written(self) -> str:
+        """`NAME=PLACE`, as a user writes it."""
+        place = self.place.written if isinstance(self.place, Source) else self.place
+        return f"{self.name}={place}"
+
+
+def require_distinct(names: Sequence[str]) -> None:
+    """Raise ValueError unless the names of what a model is evaluated by are different."""
+    for name in names:
+        require(names.count(name) == 1, f"two have the name {name}; give one another, NAME=PLACE.")

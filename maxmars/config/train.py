@@ -27,7 +27,7 @@ from maxmars.config.checks import (
     require,
 )
 from maxmars.config.credentials import refuse_credentials
-from maxmars.config.data import DataConfig
+from maxmars.config.data import DataConfig, ValidationSet, require_distinct
 from maxmars.config.model import ModelConfig
 from maxmars.config.optimizer import OptaxConfig, OptimizerConfig
 from maxmars.config.user_code import Source, relative_to, sources_in
@@ -77,7 +77,7 @@ class MeshConfig(CheckedConfig):
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(CheckedConfig):
     """Evaluations in the loop. The validation loss is that of the first windows of the validation
-    split, always the same."""
+    split, and of each set of `data`, always the same."""
 
     every: Positive[int] | None = 1000
     """Steps between evaluations (also at step 0 and at the end); None never evaluates."""
@@ -85,6 +85,10 @@ class EvalConfig(CheckedConfig):
     """Number of sequences of max_seq_len tokens to score."""
     batch_size: Count[int] | None = None
     """Sequences scored at once; None takes one microbatch. The loss does not depend on it."""
+    data: tuple[ValidationSet, ...] = ()
+    """More data to score, `NAME=PLACE`: a directory of tokens, whose validation split is taken, a
+    file of text, or `FILE.py:NAME`, a function as that of data.source. Each has metrics of its own,
+    eval/NAME/loss and eval/NAME/bits_per_byte."""
     hellaswag_every: Positive[int] | None = None
     """Steps between scorings of HellaSwag (also at step 0 and at the end); None never does."""
     hellaswag_path: str | None = None
@@ -101,17 +105,10 @@ class EvalConfig(CheckedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.own is None:
-            return
         example = "my_eval.py:rhyme"
-        own = tuple(Source.parse(s, field="eval.own", example=example) for s in self.own)
-        object.__setattr__(self, "own", own)
-        for source, other in itertools.combinations(own, 2):
-            require(
-                source.function != other.function,
-                f"eval.own names two functions {source.function}, {source!r} and {other!r}, whose "
-                "numbers would have the same names; give one another name.",
-            )
+        own = tuple(Source.parse(s, field="eval.own", example=example) for s in self.own or ())
+        object.__setattr__(self, "own", own if self.own is not None else None)
+        require_distinct([*(one.name for one in self.data), *(source.function for source in own)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +126,9 @@ class CheckpointConfig(CheckedConfig):
     """Also keep this number of checkpoints with the lowest validation loss. Only a checkpoint of
     the step of an evaluation has one, so eval.every should divide checkpoint.every. None keeps none
     for that reason."""
+    keep_best_of: str | None = None
+    """Name of the set of eval.data by whose loss `keep_best` chooses; None is the validation split
+    of the training data."""
     keep_every: Positive[int] | None = None
     """Never delete the first checkpoint at or after each multiple of this number of steps; None
     makes no such exception."""
@@ -250,6 +250,12 @@ class TrainConfig(CheckedConfig):
             self.checkpoint.keep_best is None or self.eval.every is not None,
             f"checkpoint.keep_best={self.checkpoint.keep_best} needs evaluations to choose by, but "
             "eval.every=None; set eval.every, or keep_best to None.",
+        )
+        best_of, names = self.checkpoint.keep_best_of, [v.name for v in self.eval.data]
+        require(
+            best_of is None or (best_of in names and self.checkpoint.keep_best is not None),
+            f"checkpoint.keep_best_of={best_of} needs checkpoint.keep_best, and must name a set of "
+            f"eval.data, which has {', '.join(names) or 'none'}.",
         )
 
     @property

@@ -8,12 +8,14 @@ resume continues the stream exactly.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import grain
@@ -25,20 +27,24 @@ from jaxtyping import Bool, Int64
 
 from maxmars.config import (
     DataConfig,
+    GrainConfig,
     GrainSource,
     MixtureConfig,
     ModelConfig,
     Order,
     PythonSourcesConfig,
     TokenFilesConfig,
+    TokenShardsConfig,
     TrainConfig,
+    ValidationSet,
 )
 from maxmars.config.data import TokenOptions
+from maxmars.config.errors import about
 from maxmars.config.user_code import Source
 from maxmars.data.formats import check_files, describe, read_description
-from maxmars.data.metadata import METADATA
+from maxmars.data.metadata import METADATA, NoSuchSplitError
 from maxmars.data.own_data import OwnWindows
-from maxmars.data.prepare import prepare_python_sources
+from maxmars.data.prepare import prepare_python_sources, prepare_validation_text
 from maxmars.data.sampling import (
     Interleaving,
     WeightChange,
@@ -47,11 +53,11 @@ from maxmars.data.sampling import (
     validation_numbers,
 )
 from maxmars.data.token_files import TokenDirectory, TokenFile
-from maxmars.data.tokenizer import Vocabulary
+from maxmars.data.tokenizer import Tokenizer, Vocabulary
 from maxmars.data.windows import PACKED, TYPES, Batch, TokenWindows, Types
 from maxmars.data.workers import end_with_parent
 from maxmars.distributed import processes
-from maxmars.distributed.files import is_remote, read_text
+from maxmars.distributed.files import is_remote, read_text, resolve
 from maxmars.distributed.sharding import batch_shards, local_rows, to_device
 
 _LOGGER = logging.getLogger(__name__)
@@ -242,7 +248,7 @@ def open_data(
                 directory = _open_together(part, checksums=config.verify)
             windows = _token_windows(directory, config, split, model)
         all_windows.append(windows)
-    _check_tokenizers(all_windows)
+    _check_tokenizers(all_windows, "the parts of a mixture need")
     return DataSplit(
         parts=tuple(all_windows),
         weights=weights,
@@ -250,6 +256,47 @@ def open_data(
         order=config.order,
         num_workers=max((p.num_workers for p in parts if isinstance(p, GrainSource)), default=0),
     )
+
+
+def open_validation(
+    data: DataConfig | None,
+    sets: Sequence[ValidationSet],
+    tokenizer: Callable[[], Tokenizer],
+    model: ModelConfig,
+    *,
+    files: Mapping[str, Any] = MappingProxyType({}),
+    opened: DataSplit | None = None,
+) -> dict[str, DataSplit]:
+    """The split `val` of the data of a run, as "", and of sets by name; see `open_data`.
+
+    Args:
+      data: of the run; they need no split `val` where there are sets. None leaves them out.
+      sets: others, which are read as these are.
+      tokenizer: gives that of the model, for sets that are text.
+      model: see `open_data`.
+      files: further fields of `TokenFilesConfig` for directories among the sets.
+      opened: the split `train` of `data`, whose tokenizer the sets must have.
+    """
+    splits = {}
+    if data is not None:
+        with contextlib.suppress(*[NoSuchSplitError] * bool(sets)):
+            splits[""] = open_data(data, "val", model=model, opened=opened)
+    options: dict[str, Any] = {"verify": data is None or data.verify}
+    if isinstance(data, TokenOptions):
+        options["packing"] = data.packing
+    for one in sets:
+        with about(one.written):
+            if isinstance(one.place, Source):
+                config: DataConfig = GrainConfig(source=one.place)
+            elif (file := resolve(one.place)).is_file():
+                path = prepare_validation_text(file, tokenizer())
+                config = TokenShardsConfig(path=str(path), **options)
+            else:
+                config = TokenShardsConfig(path=one.place, **options, **files)
+            splits[one.name] = split = open_data(config, "val", model=model)
+        if opened is not None:
+            _check_tokenizers([*opened.parts, *split.parts], "training and validation need")
+    return splits
 
 
 def _parts(config: DataConfig) -> tuple[TokenFilesConfig | PythonSourcesConfig | GrainSource, ...]:
@@ -331,7 +378,7 @@ def vocabulary_hint(tokens: DataSplit, model: ModelConfig) -> str | None:
     )
 
 
-def _check_tokenizers(parts: Sequence[Windows]) -> None:
+def _check_tokenizers(parts: Sequence[Windows], who: str) -> None:
     known = [part for part in parts if part.vocabulary.tokenizer != UNKNOWN_TOKENIZER]
     for pair in itertools.pairwise(known):
         first, other = (part.vocabulary for part in pair)
@@ -342,7 +389,7 @@ def _check_tokenizers(parts: Sequence[Windows]) -> None:
                 for part in pair
             )
             raise ValueError(
-                f"the parts of a mixture need one tokenizer, but {both} have two; "
+                f"{who} one tokenizer, but {both} have two; "
                 "prepare the text of one again with the tokenizer of the other."
             )
 

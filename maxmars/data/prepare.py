@@ -35,7 +35,7 @@ from etils import epath
 from maxmars.config.checks import read_as
 from maxmars.config.errors import EXTERNAL_ERRORS
 from maxmars.config.numbers import short
-from maxmars.data.corpus import Corpus, PythonSources, Texts
+from maxmars.data.corpus import Corpus, PythonSources, TextFiles, Texts
 from maxmars.data.formats import open_directory
 from maxmars.data.metadata import (
     METADATA,
@@ -50,7 +50,7 @@ from maxmars.data.metadata import (
 )
 from maxmars.data.rows import Skipped
 from maxmars.data.tasks import SPLITS, Fill, Recipe, write_task
-from maxmars.data.tokenizer import ByteTokenizer, save
+from maxmars.data.tokenizer import ByteTokenizer, Tokenizer, save
 from maxmars.data.workers import work_through
 from maxmars.distributed.files import (
     cache_directory,
@@ -289,7 +289,7 @@ class Preparation:
             (read_as(Skipped, record["skipped"]) for record in records.values()), Skipped()
         )
         skipped.check_limit(recipe.skip_bad)
-        if recipe.validation_fraction:
+        if 0 < recipe.validation_fraction < 1:
             self._fill(records)
         splits = {split: self._join(split, records) for split in SPLITS}
         splits = {name: split for name, split in splits.items() if split.num_tokens}
@@ -480,8 +480,8 @@ class Preparation:
 
     def _check_splits(self, splits: Mapping[str, Split]) -> None:
         fraction = self.recipe.validation_fraction
-        is_one = not fraction and self.recipe.validation is None
-        for split in SPLITS[:1] if is_one else SPLITS:
+        wanted = {0.0: SPLITS[:1], 1.0: SPLITS[1:]}.get(fraction, SPLITS)
+        for split in SPLITS if self.recipe.validation is not None else wanted:
             if split not in splits:
                 self._discard()
                 raise ValueError(
@@ -548,24 +548,36 @@ def _shortened(value: Any) -> str:
 
 
 def prepare_python_sources() -> Path:
-    """Directory with the standard library's text as bytes; made in the cache if it is not there.
+    """Directory with the standard library's text as bytes; see `_in_cache`."""
+    corpus, python = PythonSources(), platform.python_version()
+    name, source = f"python-{python}-byte", f"standard library of Python {python}"
+    return _in_cache(name, corpus, corpus.fingerprint[:8], tokenizer=ByteTokenizer(), source=source)
+
+
+def prepare_validation_text(file: epath.Path, tokenizer: Tokenizer) -> Path:
+    """Directory with all of a file of text as the split `val`; see `_in_cache`.
+
+    Raises:
+      ValueError, ImportError, OSError: see `TextFiles` and `prepare`.
+    """
+    corpus = TextFiles([str(file)])
+    digest = hashlib.sha256(f"{corpus.fingerprint} {tokenizer.digest}".encode()).hexdigest()[:16]
+    options = {"tokenizer": tokenizer, "source": file.name, "validation_fraction": 1.0}
+    return _in_cache(f"text-{file.stem}", corpus, digest, **options)
+
+
+def _in_cache(name: str, corpus: Corpus, digest: str, **options: Any) -> Path:
+    """Directory of tokens; made in the cache, by `prepare`, if it is not there.
 
     The cache is the directory MAXMARS_CACHE, by default ~/.cache/maxmars. Several processes may
-    call this at once.
+    call this at once. `digest` is that of the text and of its tokenizer.
 
     Raises:
       ValueError: what is in the cache is damaged.
     """
-    corpus = PythonSources()
-    digest = corpus.fingerprint[:8]
-    path = cache_directory() / f"python-{platform.python_version()}-byte-v{VERSION}-{digest}"
+    path = cache_directory() / f"{name}-v{VERSION}-{digest}"
     if not (path / METADATA).exists():
         with contextlib.suppress(FileExistsError):  # another process was faster
-            prepare(
-                corpus,
-                path,
-                tokenizer=ByteTokenizer(),
-                source=f"standard library of Python {platform.python_version()}",
-            )
+            prepare(corpus, path, **options)
     open_directory(path)
     return path

@@ -156,9 +156,9 @@ class Recipe:
     source: str
     """Origin of the text, in words; recorded."""
     validation_fraction: float = 0.1
-    """Share for validation, in [0, 1): the end of each file that is one document, and of other
-    documents those that a hash of their names says. Where it is not 0, both splits get something of
-    two documents or of one of several lines."""
+    """Share for validation, in [0, 1]: the end of each file that is one document, and of other
+    documents those that a hash of their names says. Where it is neither 0 nor 1, both splits get
+    something of two documents or of one of several lines."""
     validation: Corpus | None = None
     """Documents that are all for validation; then `validation_fraction` must be 0."""
     shard_tokens: int = SHARD_TOKENS
@@ -173,8 +173,8 @@ class Recipe:
     """The command line, recorded."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction={self.validation_fraction} must lie in [0, 1).")
+        if not 0 <= self.validation_fraction <= 1:
+            raise ValueError(f"validation_fraction={self.validation_fraction} must lie in [0, 1].")
         if self.validation is not None and self.validation_fraction:
             raise ValueError(
                 f"validation_fraction={self.validation_fraction} must be 0 where validation has "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from maxmars.checkpoint.environment import environment
-from maxmars.config import DataConfig, EvalConfig
+from maxmars.config import EvalConfig, ModelConfig
 from maxmars.config.user_code import Source
-from maxmars.data.batches import DataSplit, ValidationBatches, open_data
+from maxmars.data.batches import UNKNOWN_TOKENIZER, DataSplit, ValidationBatches
 from maxmars.data.tokenizer import difference
 from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
@@ -46,11 +47,11 @@ class Report:
 
     fields: dict[str, Any]
     """For JSON: `target`, `name`, `source` and `digest` (see `TrainedModel`); `loss` (nats a
-    token), `loss_tokens`, `bits_per_byte` (see `ValidationLoss`), `hellaswag` (see
-    `Scores.summary`, by protocol), `hellaswag_left_out` (a number of questions) and `own` (numbers
-    of functions of the user's own, by function and name; non-finite numbers are strings) if they
-    were asked for; `environment`; and for two models `against`, with the fields of the second, and
-    `difference`, first minus second."""
+    token), `loss_tokens`, `bits_per_byte` (see `ValidationLoss`; of sets `NAME/loss` and so on),
+    `hellaswag` (see `Scores.summary`, by protocol), `hellaswag_left_out` (a number of questions)
+    and `own` (numbers of functions of the user's own, by function and name; non-finite numbers are
+    strings) if they were asked for; `environment`; and for two models `against`, with the fields of
+    the second, and `difference`, first minus second."""
     questions: Sequence[Question]
     scores: Sequence[Mapping[Protocol, Scores]]
     """HellaSwag's, of each model."""
@@ -77,8 +78,9 @@ class Report:
         models = self._models
         notes = [f"{key}: {model['name']}" for key, model in zip("AB", models, strict=False)]
         notes = notes if len(models) > 1 else []
-        if "loss" in self.fields:
-            notes.append(f"loss: nats a token, mean over {self.fields['loss_tokens']:,} tokens")
+        for data in data_of(self.fields):
+            what, count = data.replace("/", " "), self.fields[f"{data}loss_tokens"]
+            notes.append(f"{what}loss: nats a token, mean over {count:,} tokens")
         if "hellaswag" in self.fields:
             left_out = self.fields["hellaswag_left_out"]
             counts = [describe_count(model["hellaswag"], left_out) for model in models]
@@ -95,12 +97,13 @@ class Report:
         names = [first["name"]] if alone else ["A", "B", "A - B", "95 % interval", "p"]
         table = _table("", *names)
         difference = first.get("difference", {})
-        for name in _LOSSES:
+        for name in (f"{data}{loss}" for data in data_of(first) for loss in _LOSSES):
             values = [model.get(name) for model in models]
             if None not in values:
                 texts = [f"{value:.4f}" for value in values]
                 texts += [] if alone else [f"{difference[name]:+.4f}"]
-                table.add_row(name.replace("_", " "), *texts)
+                data, _, loss = name.rpartition("/")
+                table.add_row(f"{data} {loss.replace('_', ' ')}".strip(), *texts)
         for function, numbers in first.get("own", {}).items():
             for name in numbers:
                 own_metrics = [model["own"][function].get(name) for model in models]
@@ -127,6 +130,12 @@ class Report:
         return table
 
 
+def data_of(fields: Mapping[str, Any]) -> list[str]:
+    """What the losses among the fields of a model begin with: `NAME/`, or nothing for the only, or
+    a run's own, validation split."""
+    return [key.removesuffix("loss") for key in fields if re.fullmatch("(.+/)?loss", key)]
+
+
 def _table(label: str, *columns: str) -> Table:
     """A table of numbers beside labels; what is too long is folded, not cut."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
@@ -140,7 +149,7 @@ def score_models(
     targets: Sequence[Target],
     mesh: Mesh,
     *,
-    data: DataConfig | None = None,
+    data: Callable[[ModelConfig], dict[str, DataSplit]] | None = None,
     num_windows: int = EvalConfig.num_windows,
     questions: Sequence[Question] = (),
     own: Sequence[Source | str] = (),
@@ -154,7 +163,7 @@ def score_models(
     Args:
       targets: one or two.
       mesh: the models are loaded here, one after the other; every process calls.
-      data: its validation split is scored; None scores no loss.
+      data: opens, for a model, the validation data to score (see `open_validation`).
       num_windows: number of windows to score.
       questions: of HellaSwag, see `load_questions`.
       own: functions of the user's own.
@@ -163,7 +172,8 @@ def score_models(
     Raises:
       FileNotFoundError, ImportError, ValueError: something is missing or does not fit the model.
     """
-    windows, num_questions, models, scores = None, len(questions), [], []
+    windows: dict[str, tuple[ValidationBatches, DataSplit]] = {}
+    num_questions, models, scores = len(questions), [], []
     scorers: list[HellaSwag] = []
     with Progress(stderr=True) as status:
 
@@ -182,10 +192,11 @@ def score_models(
             fields: dict[str, Any] = {"target": target.path, "name": model.name}
             fields |= {"source": model.origin, "digest": model.digest}
             answers: Mapping[Protocol, Scores] = {}
-            if windows is not None:
-                loss = _loss(model, *windows, shows(f"loss of {model.name}"))
-                fields |= {"loss": loss.loss, "loss_tokens": loss.num_tokens}
-                fields |= {"bits_per_byte": loss.bits_per_byte}
+            for name, (batches, tokens) in windows.items():
+                loss = _loss(model, batches, tokens, shows(f"loss of {model.name}"))
+                of = f"{name}/" if len(windows) > 1 and name else ""
+                fields |= {f"{of}loss": loss.loss, f"{of}loss_tokens": loss.num_tokens}
+                fields |= {f"{of}bits_per_byte": loss.bits_per_byte}
             if scorers:
                 answers = scorers[number](model.params, shows(f"HellaSwag of {model.name}"))
                 fields["hellaswag"] = {protocol: s.summary() for protocol, s in answers.items()}
@@ -229,7 +240,7 @@ def _difference(
     """First minus second: the losses, HellaSwag by protocol and metric, and the numbers of the
     user's own functions that both models have."""
     difference = {}
-    for name in _LOSSES:
+    for name in (f"{data}{loss}" for data in data_of(models[0]) for loss in _LOSSES):
         first, second = (model.get(name) for model in models)
         if first is not None and second is not None:
             difference[name] = first - second
@@ -257,29 +268,28 @@ def _difference(
 
 def _open_windows(
     targets: Sequence[Target],
-    data: DataConfig,
+    data: Callable[[ModelConfig], dict[str, DataSplit]],
     num_windows: int,
     mesh: Mesh,
     batch_size: int | None,
-) -> tuple[ValidationBatches, DataSplit]:
-    """The windows that the loss is measured on, and the data that they are of."""
+) -> dict[str, tuple[ValidationBatches, DataSplit]]:
+    """The windows that each loss is measured on, and the data that they are of."""
     configs = sorted((t.config() for t in targets), key=lambda config: config.max_seq_len)
     try:
-        tokens, *_ = [open_data(data, "val", model=config) for config in configs]
+        splits, *_ = [data(config) for config in configs]
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{error} The loss is measured there; name the directory by --data.path, or leave the "
             "loss out (--tasks hellaswag)."
         ) from error
-    verify_split(tokens.files, "val")
     length = configs[0].max_seq_len
-    batches = ValidationBatches(
-        tokens,
-        mesh,
-        num_windows=num_windows,
-        batch_size=batch_size or max(1, _LOSS_TOKENS // length) * sharding.batch_shards(mesh),
-    )
-    return batches, tokens
+    rows = batch_size or max(1, _LOSS_TOKENS // length) * sharding.batch_shards(mesh)
+    for tokens in splits.values():
+        verify_split(tokens.files, "val")
+    return {
+        name: (ValidationBatches(tokens, mesh, num_windows=num_windows, batch_size=rows), tokens)
+        for name, tokens in splits.items()
+    }
 
 
 def _loss(
@@ -288,7 +298,8 @@ def _loss(
     tokens: DataSplit,
     progress: Callable[[int, int], None],
 ) -> ValidationLoss:
-    if what := difference(model.tokenizer, tokens.vocabulary):
+    is_known = tokens.vocabulary.tokenizer != UNKNOWN_TOKENIZER
+    if is_known and (what := difference(model.tokenizer, tokens.vocabulary)):
         raise ValueError(
             f"the tokens in {tokens.parts[0].path} are of another tokenizer than {model.name}: "
             f"{what}; name its own by --data.path, or leave the loss out (--tasks hellaswag)."

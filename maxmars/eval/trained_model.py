@@ -36,7 +36,6 @@ from maxmars.config import (
 from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
 from maxmars.config.mesh import check_mesh_divides_model
-from maxmars.config.user_code import Source
 from maxmars.data import tokenizer as tokenizers
 from maxmars.data.tokenizer import GPT2Tokenizer, Tokenizer
 from maxmars.distributed import processes, sharding
@@ -288,24 +287,18 @@ class Target:
             return None
         return recorded_code(read(self.checkpoints, self.step).config.data, self.directory, SOURCES)
 
-    def num_windows(self) -> int:
-        """How many windows a run was evaluated on; the default of a run for other models."""
-        if self.checkpoints is None:
-            return EvalConfig.num_windows
-        return read(self.checkpoints, self.step).config.eval.num_windows
-
-    def own_evaluations(self) -> tuple[Source, ...]:
-        """The functions of the user's own that a run was evaluated by when it last started, in the
-        copies of their files that it keeps; a Hugging Face model has none.
+    def evaluation(self) -> EvalConfig:
+        """How a run was evaluated when it last started, with functions of the user's own in the
+        copies of their files that it keeps; the defaults of another model.
 
         Raises:
           ValueError: see `recorded_code`.
         """
         if self.checkpoints is None or (record := read_json(self.directory / CONFIG)) is None:
-            return ()
+            return EvalConfig()
         with about(self.directory / CONFIG):
-            own = from_dict(record["eval"]).own
-        return recorded_code(own or (), self.directory, EVAL_SOURCE)
+            evaluation = from_dict(record["eval"])
+        return recorded_code(evaluation, self.directory, EVAL_SOURCE)
 
 
 def _abstract_params(config: ModelConfig, mesh: Mesh) -> Any:

@@ -178,7 +178,7 @@ def audit(
         now = list_steps(checkpoints)
         if since is not None and config.checkpoint.keep_best is not None:
             return set(now)  # the changed losses do not say which one was the best
-        losses = validation_losses(read_metrics(directory))
+        losses = validation_losses(read_metrics(directory), config.checkpoint.keep_best_of)
         return Retention(config.checkpoint, losses).choose(now)
 
     problems += _check_checkpoints(checkpoints, steps, kept, chain, log, arrays=compare_arrays)
@@ -213,7 +213,8 @@ def _unrecorded_code(run: Any, config: Any) -> Iterator[str]:
 
 def _without_evaluations(config: TrainConfig) -> TrainConfig:
     """What decides the steps of a run: evaluations may change, and run no code of an audit."""
-    kept = dataclasses.replace(config.checkpoint, keep_best=None)  # which needs evaluations
+    # Which need evaluations.
+    kept = dataclasses.replace(config.checkpoint, keep_best=None, keep_best_of=None)
     return dataclasses.replace(config, eval=EvalConfig(every=None), checkpoint=kept)
 
 

@@ -25,11 +25,11 @@ from maxmars.config.numbers import short
 from maxmars.distributed.files import read_json, read_json_object, write_text
 from maxmars.distributed.workdir import DATA
 from maxmars.eval.hellaswag import METRICS, describe_count
-from maxmars.eval.report import harness_rows
+from maxmars.eval.report import data_of, harness_rows
 from maxmars.eval.trained_model import Exported
 from maxmars.model.parameters import Parameters
 from maxmars.train.audit import audit
-from maxmars.train.metrics import read_metrics
+from maxmars.train.metrics import read_metrics, validation_keys
 from maxmars.train.optimizer import (
     evaluated_in_words,
     summarize_rules,
@@ -178,12 +178,12 @@ def _scores_of_run(stored: Checkpoint) -> Iterator[_Score]:
     run = _run_of(stored)
     rows = [row for row in read_metrics(run) if row["step"] == stored.step]
     values = {key: value for row in rows for key, value in row.items()}
-    if "eval/loss" in values:
-        names = ", ".join(part["name"] for part in _data(run)) or "validation split"
-        windows = f"{stored.config.eval.num_windows:,} windows"
-        yield from _loss(
-            names, float(values["eval/loss"]), values.get("eval/bits_per_byte"), windows
-        )
+    own = ", ".join(part["name"] for part in _data(run)) or "validation split"
+    windows = f"{stored.config.eval.num_windows:,} windows"
+    for name in (None, *(validation.name for validation in stored.config.eval.data)):
+        loss, bits = map(values.get, validation_keys(name))
+        if loss is not None:
+            yield from _loss(name or own, float(loss), bits, windows)
     for protocol, prefix in METRICS.items():
         if f"eval/{prefix}_acc" in values:
             names, count = ("acc", "acc_norm"), int(values["eval/hellaswag_questions"])
@@ -209,9 +209,9 @@ def _scores_of_report(exported: Exported, report: Fields) -> Iterator[_Score]:
     ]
     names = " and ".join(model["name"] for model in models)
     require(bool(own), f"--report has scores of {names}, and not of {exported.name}.")
-    if "loss" in own[0]:
-        of = f"{own[0]['loss_tokens']:,} tokens"
-        yield from _loss("validation split", own[0]["loss"], own[0].get("bits_per_byte"), of)
+    for key in data_of(own[0]):
+        data, of = key.rstrip("/") or "validation split", f"{own[0][f'{key}loss_tokens']:,} tokens"
+        yield from _loss(data, own[0][f"{key}loss"], own[0].get(f"{key}bits_per_byte"), of)
     for protocol, summary in own[0].get("hellaswag", {}).items():
         count = describe_count({protocol: summary}, report["hellaswag_left_out"])
         yield from _hellaswag(protocol, summary, count)

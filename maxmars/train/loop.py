@@ -212,7 +212,8 @@ def _evaluate(run: Run, evaluations: Sequence[Evaluation], process: RunProcess) 
                 return False
         run.writer.write(run.step, metrics | told)
         run.progress.message(f"step {run.step}: {text}")
-        run.checkpointer.evaluated(validation_losses([{"step": run.step} | metrics]))
+        best_of = run.config.checkpoint.keep_best_of
+        run.checkpointer.evaluated(validation_losses([{"step": run.step} | metrics], best_of))
     return True
 
 

@@ -276,16 +276,21 @@ def first_misfit(there: Mapping[str, str], here: Mapping[str, str]) -> str | Non
     return None
 
 
-def check_data(saved: Checkpoint, digest: str) -> None:
-    """Check by their digest that the data are those that the run has read so far.
+def check_data(saved: Checkpoint, digest: str, name: str = "") -> None:
+    """Check by their digest that the data are those that the run has read so far, or, with a name,
+    that a set of `eval.data` is the one that the run had by this name, if any.
 
     Raises:
       ValueError: the data are others.
     """
     recorded, workdir, here = saved.data_digest, saved.path.parent.parent, digest[:16]
+    did, way_out = "trained", f"with --init-from {workdir} and another --workdir"
+    way_out = f"start a new run on these from its weights {way_out}"
+    if name:
+        recorded = {one.name: one.digest for one in saved.config.eval.data}.get(name) or digest
+        did, way_out = f"evaluated by the name {name}", "give these another name"
     if recorded != digest:
         raise ValueError(
-            f"{workdir} was trained on other data: their digest is {str(recorded)[:16]}, and that "
-            f"of the data here is {here}. Continue with the data of before, or start a new run on "
-            f"these from its weights with --init-from {workdir} and another --workdir."
+            f"{workdir} was {did} on other data: their digest is {str(recorded)[:16]}, and that "
+            f"of the data here is {here}. Continue with the data of before, or {way_out}."
         )

@@ -38,10 +38,11 @@ from maxmars.data.batches import (
     DataSplit,
     TrainBatches,
     ValidationBatches,
-    open_data,
+    open_validation,
     vocabulary_hint,
 )
-from maxmars.data.tokenizer import copy_tokenizer
+from maxmars.data.token_files import TokenFile
+from maxmars.data.tokenizer import copy_tokenizer, tokenizer_of_tokens
 from maxmars.data.verification import Verification, own_share
 from maxmars.distributed import processes, sharding
 from maxmars.distributed.files import is_remote, write_bytes, write_json
@@ -73,7 +74,7 @@ from maxmars.train.auto import check_memory, gathered_bytes, slow_network_warnin
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom, Initial, load_initial
 from maxmars.train.journal import Journal
-from maxmars.train.metrics import validation_losses
+from maxmars.train.metrics import validation_keys, validation_losses
 from maxmars.train.optimizer import describe_parameters, note_on_package, summarize_rules
 from maxmars.train.resolve import Recorded, resolve_config
 from maxmars.train.resume import check_data, continued_config, rounding_change, saved_run
@@ -129,6 +130,8 @@ class _Checked:
     training: Training
     environment: Mapping[str, Any]
     evaluations: Sequence[Evaluation]
+    files: Sequence[TokenFile]
+    """The files that training and evaluations read."""
     saved: Checkpoint | None
     """What the run continues from; None for a new one."""
     initial: Initial | None
@@ -172,7 +175,7 @@ def open_run(
     batches = training.batches(position)
     stack.callback(batches.close)
     verification = Verification(
-        own_share(training.data.files) if config.data.verify else (),
+        own_share(checked.files) if config.data.verify else (),
         workdir / of_process(VERIFIED, jax.process_index(), ".jsonl"),
         may_write=may_write,
     )
@@ -206,7 +209,8 @@ def open_run(
         may_write=may_write,
     )
     stack.enter_context(journal)
-    losses = processes.from_primary(list(validation_losses(writer.file.previous_lines).items()))
+    losses = validation_losses(writer.file.previous_lines, config.checkpoint.keep_best_of)
+    losses = processes.from_primary(list(losses.items()))
     checkpointer.evaluated(dict(losses))
     return Run(
         workdir=workdir,
@@ -282,7 +286,10 @@ def _check(
     if saved is not None and (change := rounding_change(saved, config, here)):
         messages.append(change)
     compile_cache.keep_beside(workdir, mesh.devices.flat[0].platform)
-    evaluations = list(make_evaluations(config, mesh, data, progress.message))
+    config, validation = _open_validation(config, data, saved)
+    training = dataclasses.replace(training, step=dataclasses.replace(training.step, config=config))
+    evaluations = list(make_evaluations(config, mesh, data, validation, progress.message))
+    scored = [f for split in validation.values() for f in split.files if f.split == "val"]
     initial = None
     if saved is None and init_from is not None:
         with clock("start", "reading the weights to start from"):
@@ -291,11 +298,34 @@ def _check(
         training=training,
         environment=here,
         evaluations=evaluations,
+        files=[*data.files, *scored],
         saved=saved,
         initial=initial,
         rewound=rewound,
         messages=messages,
     )
+
+
+def _open_validation(
+    config: TrainConfig, data: DataSplit, saved: Checkpoint | None
+) -> tuple[TrainConfig, dict[str, DataSplit]]:
+    """The config with the digests of its validation sets, and `open_validation` of it.
+
+    Raises:
+      See `open_validation` and `check_data`.
+    """
+    if config.eval.every is None:
+        return config, {}
+    tokenizer = functools.partial(tokenizer_of_tokens, data.vocabulary)
+    splits = open_validation(config.data, config.eval.data, tokenizer, config.model, opened=data)
+    sets = []
+    for one in config.eval.data:
+        digest = processes.text_from_primary(splits[one.name].digest) or ""
+        if saved is not None:
+            check_data(saved, digest, one.name)
+        sets.append(dataclasses.replace(one, digest=digest))
+    evaluation = dataclasses.replace(config.eval, data=tuple(sets))
+    return dataclasses.replace(config, eval=evaluation), splits
 
 
 def _rewound(workdir: epath.Path, step: int) -> Rewound | None:
@@ -426,55 +456,63 @@ def make_evaluations(
     config: TrainConfig,
     mesh: Mesh,
     tokens: DataSplit,
+    validation: Mapping[str, DataSplit],
     log: Callable[[str], None],
 ) -> Iterator[Evaluation]:
-    """The evaluations that the config asks for: validation loss, HellaSwag, the user's own.
+    """The evaluations that the config asks for: validation losses, HellaSwag, the user's own.
 
-    `tokens`, of training, have the tokenizer that the last two take. `log` is told if the data
-    have fewer windows than the config asks for.
+    `tokens`, of training, have the tokenizer that all take. `log` is told if some of `validation`,
+    by name, have fewer windows than the config asks for.
 
     Raises:
-      ValueError, FileNotFoundError, ImportError: see `open_data`, `ValidationBatches`,
-        `HellaSwagInLoop` and `OwnEvaluation`.
+      ValueError, FileNotFoundError, ImportError: see `HellaSwagInLoop` and `OwnEvaluation`.
     """
     if config.eval.every is not None:
-        validation = open_data(config.data, "val", model=config.model, opened=tokens)
-        batches = ValidationBatches(
-            validation,
-            mesh,
-            num_windows=config.eval.num_windows,
-            batch_size=config.eval_batch_size,
-        )
-        if batches.num_windows < config.eval.num_windows:
-            log(
-                f"the validation split has {batches.num_windows} windows, fewer than "
-                f"eval.num_windows={config.eval.num_windows}; all are scored."
-            )
-        eval_step = make_eval_step(config.model, mesh, bytes_of_data(validation.vocabulary, log))
+        eval_step = make_eval_step(config.model, mesh, bytes_of_data(tokens.vocabulary, log))
         is_checked = not isinstance(config.model, ModuleConfig)
+        for name, split in validation.items():
+            of, keys = f" of {name}" if name else "", validation_keys(name)
+            batches = ValidationBatches(
+                split,
+                mesh,
+                num_windows=config.eval.num_windows,
+                batch_size=config.eval_batch_size,
+            )
+            if batches.num_windows < config.eval.num_windows:
+                log(
+                    f"the validation split{of} has {batches.num_windows} windows, fewer than "
+                    f"eval.num_windows={config.eval.num_windows}; all are scored."
+                )
 
-        def measure_loss(
-            params: Any, before_batch: Callable[[], None]
-        ) -> tuple[dict[str, float], str]:
-            nonlocal is_checked
-            if not is_checked:
-                before_batch()
-                if sees_later_tokens(eval_step, mesh, params, next(iter(batches))):
-                    assert isinstance(config.model, ModuleConfig)
-                    raise ValueError(
-                        f"model.make={config.model.make!r}: the loss of a token depends on tokens "
-                        "after it, which it is to predict; mask them, in attention and elsewhere."
-                    )
-                is_checked = True
-            result = validation_loss(eval_step, mesh, params, batches, before_batch)
-            metrics = {"eval/loss": result.loss}
-            if result.bits_per_byte is not None:
-                metrics["eval/bits_per_byte"] = result.bits_per_byte
-            return metrics, f"validation loss {result}"
+            def measure_loss(
+                params: Any,
+                before_batch: Callable[[], None],
+                batches: ValidationBatches = batches,
+                keys: tuple[str, str] = keys,
+                of: str = of,
+            ) -> tuple[dict[str, float], str]:
+                nonlocal is_checked
+                if not is_checked:
+                    before_batch()
+                    if sees_later_tokens(eval_step, mesh, params, next(iter(batches))):
+                        assert isinstance(config.model, ModuleConfig)
+                        raise ValueError(
+                            f"model.make={config.model.make!r}: the loss of a token depends on "
+                            "tokens after it, which it is to predict; mask them, in attention and "
+                            "elsewhere."
+                        )
+                    is_checked = True
+                result = validation_loss(eval_step, mesh, params, batches, before_batch)
+                found = zip(keys, (result.loss, result.bits_per_byte), strict=True)
+                metrics = {key: value for key, value in found if value is not None}
+                return metrics, f"validation loss{of} {result}"
 
-        yield Evaluation(
-            name="validation", every=config.eval.every, metric="eval/loss", measure=measure_loss
-        )
+            yield Evaluation(
+                name=f"validation{of}",
+                every=config.eval.every,
+                metric=keys[0],
+                measure=measure_loss,
+            )
     if config.eval.hellaswag_every is not None:
         yield Evaluation(
             name="HellaSwag",

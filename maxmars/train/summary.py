@@ -16,7 +16,7 @@ from maxmars.distributed.files import json_number, write_json
 from maxmars.distributed.workdir import SUMMARY, TOKENIZER
 from maxmars.eval.own_evaluation import in_one_line
 from maxmars.train.journal import ACTIVITIES, run_seconds, shares
-from maxmars.train.metrics import own_metric, read_metrics
+from maxmars.train.metrics import own_metric, read_metrics, validation_keys
 from maxmars.train.run import Run
 
 _LEAST_SHARE = 0.0005  # of the time, to be shown in the summary
@@ -82,17 +82,20 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
     }
     if run.train_step.evaluated is not None:
         figures["evaluated"] = run.train_step.evaluated
-    if best := best_evaluation(rows):
+    metric, _ = validation_keys(run.config.checkpoint.keep_best_of)
+    if best := best_evaluation(rows, metric):
         figures["best"] = best
     return figures
 
 
-def best_evaluation(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The lowest finite `eval/loss` of lines of `metrics.jsonl`, and its `step`; None if there is
-    none."""
-    losses = [(float(row["eval/loss"]), row["step"]) for row in rows if "eval/loss" in row]
+def best_evaluation(
+    rows: Sequence[Mapping[str, Any]], metric: str = "eval/loss"
+) -> dict[str, Any] | None:
+    """The lowest finite value of a metric in lines of `metrics.jsonl`, and its `step`; None if
+    there is none."""
+    losses = [(float(row[metric]), row["step"]) for row in rows if metric in row]
     loss, step = min((some for some in losses if math.isfinite(some[0])), default=(None, None))
-    return None if loss is None else {"eval/loss": loss, "step": step}
+    return None if loss is None else {metric: loss, "step": step}
 
 
 def _lines(figures: dict[str, Any]) -> list[str]:
@@ -103,9 +106,11 @@ def _lines(figures: dict[str, Any]) -> list[str]:
             losses.append(f"{name} {float(figures[key]):.4f}")
     if "eval/bits_per_byte" in figures:
         losses[-1] += f" ({float(figures['eval/bits_per_byte']):.4f} bits a byte)"
-    if "best" in figures and figures["best"]["eval/loss"] != figures["eval/loss"]:
-        best = figures["best"]
-        losses.append(f"best validation {float(best['eval/loss']):.4f} at step {best['step']}")
+    for metric in figures.get("best", {}).keys() - {"step"}:
+        loss, step = figures["best"][metric], figures["best"]["step"]
+        if loss != figures[metric]:
+            of = "".join(f" of {name}" for name, _ in filter(None, [own_metric(metric)]))
+            losses.append(f"best validation{of} {loss:.4f} at step {step}")
     of = f"; validation of {figures['evaluated']}" if "evaluated" in figures else ""
     lines = [f"  loss       {', '.join(losses)}{of}"] if losses else []
     starts = "" if figures["sessions"] == 1 else f", over {figures['sessions']} starts"

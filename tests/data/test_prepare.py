@@ -446,7 +446,7 @@ def test_starts_of_documents(tmp_path, split, count):
 @pytest.mark.parametrize(
     ("docs", "options", "named"),
     [
-        (documents(3), {"validation_fraction": 1.0}, "validation_fraction=1.0"),
+        (documents(3), {"validation_fraction": 1.5}, "validation_fraction=1.5"),
         (documents(3), {"shard_tokens": 0}, "shard_tokens=0"),
         (documents(3), {"workers": -1}, "workers=-1"),
         ([("a", "")], {}, "'train'"),
