@@ -21,16 +21,15 @@ paper's updates of c_t:
 at the previous parameters (exact MARS, passed as `prev_grads`). NS is Newton-Schulz. Vectors
 (norms, biases), and in shampoo and m the embeddings, take AdamW on g_t with their own betas.
 
-    mars(...)      makes the parts and, of them, the `Rule` of each kind of parameter
+    mars(...)      makes the parts, and from them the `Rule` of each kind of parameter
       |
-    by_kind        one spec and kind for each parameter, and a chain for each rule:
+    by_kind        gives each parameter a spec and a kind, and each rule a chain:
       |
       +-- matrix      correct_gradient -> clip_by_matrix_norm -> m_t -> u_t -> + λ p -> × −η
-      +-- embedding   as matrices; in shampoo and m, as vectors
+      +-- embedding   like matrices; in shampoo and m, like vectors
       +-- vector      g_t -> AdamW's u_t -> + λ p -> × −η
       |
-    per_matrix     does so in init and in update, where the parameters, and by them specs and
-                   mask, are known
+    per_matrix     resolves specs and mask from the parameters, in init and again in update
 
 Without a clip, m_t is a momentum kernel of g_t with one EMA (`_momentum.py`), and with γ = 1 − β₁
 Nesterov momentum: Muon and Moonlight are `m` with other constants.
@@ -72,7 +71,7 @@ VARIANTS = ("adamw", "lion", "shampoo", "m")
 EMBEDDINGS = ("adamw", "orthogonalize")
 FIRST_STEPS = ("zero_last", "plain_gradient")
 PREV_GRADS = GradientRequest(name="prev_grads", at="prev_params")
-"""What exact MARS needs."""
+"""The further gradient of exact MARS."""
 
 # --- the parts -----------------------------------------------------------------------------------
 
@@ -112,6 +111,7 @@ def correct_gradient(
     check_numbers("lie in [0, 1)", b1=b1)
     check_choice("first_step", first_step, FIRST_STEPS)
     if isinstance(gamma, int | float) and gamma == 0:
+        # κ = 0 leaves gradients as they are, and saves a state of the parameters' size.
         identity = optax.with_extra_args_support(optax.identity())
         return identity if exact else _without_prev_grads(identity)
 
@@ -131,9 +131,9 @@ def correct_gradient(
             )
         if exact:
             check_like_gradients("prev_grads", prev_grads, updates)
-        wide = widened(updates)
+        wide = widened(updates)  # g − last cancels most digits of a narrower dtype
         if exact or first_step == "plain_gradient":  # else the state starts at zero
-            first = state.count == 0
+            first = state.count == 0  # a caller has no previous parameters yet
             last = jax.tree.map(
                 lambda g, old: jnp.where(
                     first, g if first_step == "plain_gradient" else 0, old.astype(g.dtype)
@@ -147,24 +147,24 @@ def correct_gradient(
             wide,
             last,
         )
-        kept = None if exact else cast_like(updates, state.last_grad)
+        new_last_grad = None if exact else cast_like(updates, state.last_grad)
         count = jnp.asarray(optax.safe_increment(state.count))
-        return cast_like(corrected, updates), CorrectGradientState(count, kept)
+        return cast_like(corrected, updates), CorrectGradientState(count, new_last_grad)
 
     correction = optax.GradientTransformationExtraArgs(init_fn, update_fn)
     return correction if exact else _without_prev_grads(correction)
 
 
 def _without_prev_grads(
-    inner: optax.GradientTransformation, *, refused: bool = True
+    inner: optax.GradientTransformation, *, refuse: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, which does not get `prev_grads`; they are refused, or another's."""
+    """`inner` without `prev_grads`: given ones are an error, or another part's (`refuse=False`)."""
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(
         updates: Tree, state: Any, params: Tree = None, *, prev_grads: Tree = None, **extra: Any
     ) -> tuple[Tree, Any]:
-        if prev_grads is not None and refused:
+        if prev_grads is not None and refuse:
             raise ValueError(
                 "prev_grads is given, but only exact MARS uses it: say exact=True, or leave it out."
             )
@@ -195,6 +195,7 @@ def clip_by_matrix_norm(
     check_numbers("be positive", clip_threshold=threshold)
 
     def clip(c: jax.Array, n: jax.Array) -> jax.Array:
+        # The divisor is the larger of the two, since the norm may be zero.
         return c * (threshold / jnp.maximum(n, threshold))
 
     def init_fn(params: Tree) -> ClipByMatrixNormState:
@@ -207,14 +208,15 @@ def clip_by_matrix_norm(
         ) -> tuple[Tree, ClipByMatrixNormState]:
             del state, params
             wide = widened(updates)  # the square of 300 is infinite in float16
-            lengths = jax.tree.map(norms, wide, specs)
-            clipped = jax.tree.map(clip, wide, lengths)
-            leaves = jax.tree.leaves(lengths)
-            longer = sum(
+            norms_of = jax.tree.map(norms, wide, specs)
+            clipped = jax.tree.map(clip, wide, norms_of)
+            leaves = jax.tree.leaves(norms_of)
+            num_clipped = sum(
                 (jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0)
             )
-            share = longer / max(1, sum(n.size for n in leaves))
-            return cast_like(clipped, updates), ClipByMatrixNormState(share)
+            # A tree may have no leaves: `optax.partition` masks all where no parameter is a matrix.
+            fraction = num_clipped / max(1, sum(n.size for n in leaves))
+            return cast_like(clipped, updates), ClipByMatrixNormState(fraction)
 
         return optax.GradientTransformation(init_fn, update_fn)
 
@@ -249,11 +251,12 @@ def _scale_by_adam(
     mu_dtype: Any = None,
     momentum: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformation:
-    """optax's Adam, but for what optax lacks: two forms of PyTorch code, and other numerators.
+    """optax's Adam, with what optax lacks: two forms of PyTorch code, and other numerators.
 
-    With `amsgrad` the maximum is taken before the bias correction; without `correct_eps`, ε is
+    With `amsgrad` the maximum is taken before the bias correction. Without `correct_eps`, ε is
     added before it, as in the AdamW inside MARS-M and Muon. `momentum` makes the numerator.
     """
+    # Plain Adam has optax's own state, for which other code may look.
     if not amsgrad and correct_eps and momentum is None:
         return optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
 
@@ -272,7 +275,7 @@ def _scale_by_adam(
         count = jnp.asarray(optax.safe_increment(state.count))
         if momentum is None:
             m_hat, mu = None, optax.tree.update_moment(updates, state.mu, b1, 1)
-        else:
+        else:  # a kernel corrects its own bias
             m_hat, mu = momentum.update(updates, state.mu, params)
         nu = optax.tree.update_moment(updates, state.nu, b2, 2)
         nu_max = jax.tree.map(jnp.maximum, state.nu_max, nu) if amsgrad else None
@@ -293,8 +296,8 @@ def _scale_by_adam(
 def scale_by_adam_of(
     momentum: optax.GradientTransformation, *, b2: Scalar = 0.999, eps: Scalar = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
-    """The direction of Adam with another numerator: u / (√v̂ + ε), where `momentum` makes u of the
-    gradient c, and v averages c².
+    """The direction of Adam with another numerator: u / (√v̂ + ε), where `momentum` makes u from the
+    gradient c, and v is the EMA of c².
 
     ```python
     optax.chain(
@@ -360,7 +363,8 @@ def mars_over(
     ]
     if clip_threshold is not None:
         chain.append(clip_by_matrix_norm(clip_threshold, matrix_specs))
-    whole = in_float32(optax.chain(*chain, _without_prev_grads(inner, refused=False)))
+    # A chain hands its arguments to all parts, and `inner` may not know `prev_grads`.
+    whole = in_float32(optax.chain(*chain, _without_prev_grads(inner, refuse=False)))
     return with_requests(whole, [PREV_GRADS] if exact else [])
 
 
@@ -516,8 +520,9 @@ def mars(
             b1, gamma, exact=exact, first_step=first_step, last_grad_dtype=last_grad_dtype
         )
     ]
-    if clip_threshold is not None:
+    if clip_threshold is not None:  # `by_kind` gives it the specs of each kind's parameters
         corrected.append(clip_by_matrix_norm(clip_threshold))
+    # In Adam the kernel makes the numerator alone: v averages the square of c_t itself.
     numerator = momentum_kernel if variant == "adamw" else None
     adam = _scale_by_adam(b1, b2, eps, amsgrad=amsgrad, mu_dtype=mu_dtype, momentum=numerator)
     if memory_efficient:
@@ -525,6 +530,7 @@ def mars(
             variant, b1, gamma, clip_threshold, exact, first_step, momentum_kernel
         )
         assert not callable(gamma)
+        # Without a clip m_t is linear in the gradients: γ g + (1 − γ) EMA of g, see `_momentum`.
         ema = _momentum.momentum_kernel((b1,), (1 - gamma,), gamma, accumulator_dtype=mu_dtype)
         momentum = [_without_prev_grads(ema)]
     elif momentum_kernel is not None:
@@ -556,6 +562,7 @@ def mars(
             matrix = [*momentum, orthogonalization]
     rule = Rule(matrix, weight_decay, learning_rate)
     rate = vector_rate(learning_rate, vector_learning_rate, vector_learning_rate_scale)
+    # The AdamW of MARS-M's code adds ε before the bias correction.
     vector = _scale_by_adam(vector_b1, vector_b2, eps, amsgrad=amsgrad, correct_eps=variant != "m")
     if vector_weight_decay is None:
         vector_weight_decay = weight_decay
@@ -566,7 +573,7 @@ def mars(
     }
     if optimize_vectors:
         rules["vector"] = rule
-        if orthogonalizes:
+        if orthogonalizes:  # which a vector cannot be
             rules["vector"] = Rule([*corrected, adam], weight_decay, learning_rate)
     if not orthogonalizes or embeddings == "orthogonalize":
         rules["embedding"] = rule
@@ -658,6 +665,7 @@ def muon(
         learning_rate,
         variant="m",
         b1=momentum,
+        # γ g + (1 − γ) EMA of g is Nesterov's momentum if γ = 1 − β, and with γ = 0 heavy ball.
         gamma=1 - momentum if nesterov and momentum_kernel is None else 0.0,
         clip_threshold=None,
         memory_efficient=momentum_kernel is None,

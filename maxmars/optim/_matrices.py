@@ -1,5 +1,9 @@
-"""What a parameter is to an optimizer: a matrix, a stack of matrices, or vectors; and the table and
-the warning that tell people."""
+"""Specs of parameters: which axes form a matrix, a stack of matrices, or vectors.
+
+A `MatrixSpec` is all that an optimizer knows of a parameter beside its array. `resolve_specs` makes
+one for each parameter from what a user gives: nothing, a prefix of the tree, a function, or optax's
+`MuonDimensionNumbers`. `describe` shows them in a table.
+"""
 
 import math
 import warnings
@@ -17,7 +21,7 @@ from optax.contrib import MuonDimensionNumbers
 
 @dataclass(frozen=True, kw_only=True)
 class MatrixSpec:
-    """Which axes of a parameter form one matrix.
+    """The axes of a parameter that form one matrix.
 
     A dense layer's kernel [in, out] is `MatrixSpec(rows=(0,), cols=(1,))`; the same for a stack of
     layers [layers, in, out] is `MatrixSpec(batch=(0,), rows=(1,), cols=(2,))`; a fused projection
@@ -39,14 +43,14 @@ class MatrixSpec:
     cols: tuple[int, ...]
     """Output axes."""
     partition: PartitionSpec | None = None
-    """How the parameter lies on the mesh; an array in a traced function does not say."""
+    """Partition of the parameter over the mesh, which a traced array does not know."""
     split: tuple[int, ...] = ()
     """Axes of `rows` or `cols` that stack blocks when the matrix is orthogonalised."""
     embedding: bool = False
-    """Whether it is a table that is looked up, which matrix rules may leave to AdamW."""
+    """Whether the parameter is a table of vectors, which matrix rules may leave to AdamW."""
     padding: int = 0
-    """How many entries at the end of the output axis are padding, such as tokens that fill up a
-    vocabulary. The factor of an orthogonalised matrix's shape leaves them out."""
+    """Number of entries at the end of the output axis that are padding, such as tokens that fill up
+    a vocabulary. They do not count where the shape of a matrix scales its update."""
 
     def __post_init__(self) -> None:
         """Reject axes that stand twice, are missing or cannot be split."""
@@ -80,12 +84,12 @@ class MatrixSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether this describes matrices, not vectors."""
+        """Whether the axes form matrices, not vectors."""
         return bool(self.rows)
 
     @property
     def kind(self) -> Literal["matrix", "embedding", "vector"]:
-        """What this describes, by which optimizers choose a rule."""
+        """Kind of the parameter, by which optimizers choose a rule."""
         if not self.is_matrix:
             return "vector"
         return "embedding" if self.embedding else "matrix"
@@ -97,17 +101,17 @@ class MatrixSpec:
 
     @property
     def stack(self) -> tuple[int, ...]:
-        """The axes that stack what is orthogonalised by itself."""
+        """The axes that stack blocks; each block is orthogonalised by itself."""
         return (*self.batch, *self.split)
 
     @property
     def block_rows(self) -> tuple[int, ...]:
-        """The input axes of what is orthogonalised by itself."""
+        """The input axes of a block."""
         return tuple(axis for axis in self.rows if axis not in self.split)
 
     @property
     def block_cols(self) -> tuple[int, ...]:
-        """The output axes of what is orthogonalised by itself."""
+        """The output axes of a block."""
         return tuple(axis for axis in self.cols if axis not in self.split)
 
     @property
@@ -117,12 +121,12 @@ class MatrixSpec:
 
 
 def vector_spec(ndim: int) -> MatrixSpec:
-    """A parameter of so many axes, which is one vector."""
+    """The spec of one vector whose parameter has `ndim` axes."""
     return MatrixSpec(rows=(), cols=tuple(range(max(ndim, 1))))  # a scalar is one element
 
 
 def resolve_specs(specs: Any, params: Any) -> Any:
-    """One `MatrixSpec` per parameter.
+    """Make one `MatrixSpec` per parameter.
 
     Args:
       specs: None, which makes each 2-D parameter a matrix [in, out] and any other a vector; or a
@@ -137,7 +141,7 @@ def resolve_specs(specs: Any, params: Any) -> Any:
       ValueError: a parameter has no spec, or one of another number of axes, or is complex.
     """
     _refuse_complex(params)
-    if not jax.tree.leaves(params):  # optax.tree.map_params: a tree of no leaves
+    if not jax.tree.leaves(params):  # `optax.tree.map_params` calls `init` with such a tree
         specs = None
     if is_function(specs):
         specs = specs(params)
@@ -151,7 +155,7 @@ def resolve_specs(specs: Any, params: Any) -> Any:
     check_prefix("matrix_specs", specs, params, is_leaf)
 
     def resolve(spec: Any, subtree: Any) -> Any:
-        return jax.tree.map(lambda p: _checked(spec, p), subtree)
+        return jax.tree.map(lambda p: _spec_of(spec, p), subtree)
 
     return jax.tree.map(resolve, specs, params, is_leaf=is_leaf)
 
@@ -163,6 +167,7 @@ def check_prefix(
     try:
         jax.tree.map(lambda *_: None, prefix, params, is_leaf=is_leaf)
     except ValueError as error:
+        # JAX names the structures of both trees, which are pages long for a model: find the paths.
         given, wanted = _paths(prefix, is_leaf), _paths(params)
         missing = [path for path in wanted if not any(path[: len(p)] == p for p in given)]
         unknown = [path for path in given if not any(p[: len(path)] == path for p in wanted)]
@@ -190,16 +195,16 @@ def _listed(paths: list[tuple[str, ...]]) -> str:
 
 
 def is_function(x: Any) -> bool:
-    """Whether it is to be called: not a tree that is itself callable, such as a module of specs."""
+    """Whether `x` is a function, and not a tree that can be called, such as a module of specs."""
     leaves = jax.tree.leaves(x)
     return bool(leaves) and all(map(callable, leaves))
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree with their paths, for people: `layers.0.kernel`.
+    """The leaves of a tree with their paths as text: `layers.0.kernel`.
 
-    A box around one array, such as a Variable of Flax, is left out of the path: its only child is
-    its `value`.
+    A box around one array, such as a Variable of Flax, whose only child is `value`, is left out of
+    the path.
     """
     flat = jax.tree.leaves_with_path(tree)
     num_leaves = Counter(path[:depth] for path, _ in flat for depth in range(len(path)))
@@ -220,7 +225,7 @@ def _refuse_complex(params: Any) -> None:
             )
 
 
-def _checked(spec: Any, param: Any) -> MatrixSpec:
+def _spec_of(spec: Any, param: Any) -> MatrixSpec:
     if spec is None:
         return vector_spec(param.ndim)
     if isinstance(spec, MuonDimensionNumbers):
@@ -240,7 +245,7 @@ def _checked(spec: Any, param: Any) -> MatrixSpec:
 
 
 def _of_dimension_numbers(numbers: MuonDimensionNumbers, ndim: int) -> MatrixSpec:
-    rows, cols = (
+    rows, cols = (  # optax has an axis or several, also counted from the end
         tuple(axis + ndim if axis < 0 else axis for axis in np.atleast_1d(axes).tolist())
         for axes in numbers
     )
@@ -277,7 +282,7 @@ def describe(params: Any, matrix_specs: Any = None, **columns: Any) -> str:
     values = [jax.tree.structure(params).flatten_up_to(column) for column in columns.values()]
     for (name, leaf), spec, *row in zip(named_leaves(params), specs, *values, strict=True):
         shape = "x".join(map(str, leaf.shape)) or "1"
-        rows.append([name, shape, spec.kind, _matrix(spec, leaf.shape), *map(str, row)])
+        rows.append([name, shape, spec.kind, _describe_matrix(spec, leaf.shape), *map(str, row)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
@@ -286,8 +291,8 @@ def describe(params: Any, matrix_specs: Any = None, **columns: Any) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _matrix(spec: MatrixSpec, shape: tuple[int, ...]) -> str:
-    """What is orthogonalised by itself, such as `12 of 768 x 2304`; nothing for vectors."""
+def _describe_matrix(spec: MatrixSpec, shape: tuple[int, ...]) -> str:
+    """Number and shape of the blocks, such as `12 of 768 x 2304`; empty for vectors."""
     if not spec.is_matrix:
         return ""
     stack, rows, cols = (
@@ -298,14 +303,14 @@ def _matrix(spec: MatrixSpec, shape: tuple[int, ...]) -> str:
 
 
 def warn_without_specs(matrix_specs: Any, params: Any) -> None:
-    """Warn of parameters of more than two axes for which no spec says what they are."""
+    """Warn of parameters with more than two axes, which count as vectors without specs."""
     if matrix_specs is not None:
         return
-    many = {name: x for name, x in named_leaves(params) if x.ndim > 2}
-    if many:
+    ambiguous = {name: x for name, x in named_leaves(params) if x.ndim > 2}
+    if ambiguous:
         warnings.warn(
             "without matrix_specs these parameters count as vectors, and all of two axes as "
-            f"matrices, stacked norms and biases too:\n{describe(many)}\nGive matrix_specs, a "
+            f"matrices, stacked norms and biases too:\n{describe(ambiguous)}\nGive matrix_specs, a "
             "MatrixSpec for each parameter or None for a vector; describe(params, matrix_specs) "
             "shows what they say.",
             stacklevel=1,

@@ -10,7 +10,8 @@ A preconditioner gets u in place of c. With one EMA u is
     approximate MARS's, without its clip    w_0 = γ,       w_1 = 1 − γ    (arXiv 2411.10438)
     quasi-hyperbolic                        w_0 = 1 − ν,   w_1 = ν        (arXiv 1810.06801)
 
-Under Adam u is the numerator; v averages c². All is elementwise, so a mesh transfers nothing.
+Under Adam u is the numerator, and v averages c². All is elementwise, so a mesh transfers nothing.
+`kernel_preset` has the kernels of records and of AdEMAMix by name.
 """
 
 import functools
@@ -38,8 +39,8 @@ class MomentumKernelState(NamedTuple):
     """State of `momentum_kernel`."""
 
     ema: Tree
-    """The first EMA, like the parameters; w m / β where its decay β and weight w are constants and
-    its bias is not corrected."""
+    """The first EMA m, like the parameters; stored as w m / β where its decay β and weight w are
+    constants and its bias is not corrected."""
     other_emas: tuple[Tree, ...]
     """The other EMAs."""
     count: Any
@@ -69,8 +70,8 @@ def momentum_kernel(
       weights: w_k, as many numbers or schedules. Their sum with w_0 scales the momentum, which
         Newton-Schulz and sign undo and Adam does not.
       gradient_weight: w_0, a number or a schedule.
-      debias: divide each EMA, or those that a list says, by the sum of the weights of the gradients
-        in it, as Adam does.
+      debias: whether to divide each EMA by the sum of the weights of the gradients in it, as Adam
+        does; one bool for all, or one for each.
       accumulator_dtype: dtype of the EMAs; None keeps the parameter's.
 
     Raises:
@@ -94,21 +95,24 @@ def momentum_kernel(
         updates: Tree, state: Any, params: Tree = None
     ) -> tuple[Tree, MomentumKernelState]:
         del params
-        wide, emas, sums, shares = widened(updates), [], [], []
+        wide, emas, sums, ema_weights = widened(updates), [], [], []
         old = zip(widened((state.ema, *state.other_emas)), state.sums, strict=True)
         for decay, weight, (ema, total) in zip(decays, weights, old, strict=True):
-            b, w = _at(state.count, decay), _at(state.count, weight)
-            step, share = 1 - b, w
+            b, w = _value_at(state.count, decay), _value_at(state.count, weight)
+            gradient_factor, ema_weight = 1 - b, w
             if total is not None:
-                total = b * total + step
-                share = w / total
-            elif not callable(decay) and not callable(weight):  # saves a product
-                step, share = w * step / b, b
-            emas.append(jax.tree.map(functools.partial(_mixed, (b, step)), ema, wide))
+                total = b * total + gradient_factor
+                ema_weight = w / total
+            elif not callable(decay) and not callable(weight):
+                # With s = w m / β stored, s ← β s + w (1 − β) / β c and w m = β s: β s is computed
+                # anyway, so a product is saved.
+                gradient_factor, ema_weight = w * gradient_factor / b, b
+            add = functools.partial(_weighted_sum, (b, gradient_factor))
+            emas.append(jax.tree.map(add, ema, wide))
             sums.append(total)
-            shares.append(share)
-        mix = functools.partial(_mixed, (_at(state.count, gradient_weight), *shares))
-        momentum = jax.tree.map(mix, wide, *emas)
+            ema_weights.append(ema_weight)
+        weights_now = (_value_at(state.count, gradient_weight), *ema_weights)
+        momentum = jax.tree.map(functools.partial(_weighted_sum, weights_now), wide, *emas)
         count = None if state.count is None else jnp.asarray(optax.safe_increment(state.count))
         new = MomentumKernelState(emas[0], tuple(emas[1:]), count, tuple(sums))
         return cast_like(momentum, updates), cast_like(new, state)
@@ -116,11 +120,11 @@ def momentum_kernel(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-def _at(count: Any, value: ScalarOrSchedule) -> Any:
+def _value_at(count: Any, value: ScalarOrSchedule) -> Any:
     return value(count) if callable(value) else value
 
 
-def _mixed(weights: Sequence[Any], *arrays: jax.Array) -> jax.Array:
+def _weighted_sum(weights: Sequence[Any], *arrays: jax.Array) -> jax.Array:
     return functools.reduce(operator.add, (w * x for w, x in zip(weights, arrays, strict=True)))
 
 
@@ -143,28 +147,28 @@ def kernel_preset(
     decays: Sequence[float] = (0.9, 0.9999),
     weights: Sequence[float] = (1.0, 8.0),
 ) -> dict[str, Any]:
-    """The arguments of `momentum_kernel` that make a kernel with a name.
+    """The arguments of `momentum_kernel` that make a named kernel.
 
-    "two_ema", "six_ema" and "eight_ema" are of records of modded-nanogpt's Track 3 in the summer of
-    2026: 0.05 of the gradient and 0.95 of a mixture of EMAs, which up to and including a switch
-    step, counted from 0, all have the decay 0.95. After it the two have 0.85 and 0.98, mixed
-    0.4385 : 0.5615. The six and eight have mean ages τ = β / (1 − β) from 3 to 64 at equal ratios;
-    the weights move linearly from a mixture with a mean age of 50 steps to one of 22, or from 58 to
-    26. In such a mixture the weights grow as 1, 2, 3, ... to the last but one; the last makes the
-    mean age.
+    "two_ema", "six_ema" and "eight_ema" are from records of modded-nanogpt's Track 3 in the summer
+    of 2026: 0.05 of the gradient and 0.95 of a mixture of EMAs. Up to and including a switch step,
+    counted from 0, all EMAs have the decay 0.95. Afterwards the two have 0.85 and 0.98, mixed
+    0.4385 : 0.5615. The six and the eight then have mean ages τ = β / (1 − β) from 3 to 64 at equal
+    ratios, and their weights move linearly from a mixture with a mean age of 50 steps to one of 22
+    (six), or from 58 to 26 (eight). In a mixture the weights grow as 1, 2, 3, ... up to the last
+    but one, and the last weight makes the mean age.
 
-    "ademamix" is the numerator of AdEMAMix (arXiv 2409.03137), for Adam: a fast EMA, whose bias
-    alone is corrected, and slow ones, whose weights grow from 0 and whose half-lives grow from the
-    fast one's, both linearly.
+    "ademamix" is the numerator of AdEMAMix (arXiv 2409.03137), for Adam: a fast EMA with bias
+    correction, and slow EMAs without. The weights of the slow ones grow linearly from 0, and their
+    half-lives from the fast one's.
 
     Args:
       name: of the kernel.
       switch_step: of a record's kernel; None is its own: 1,000, and 750 for "six_ema".
       end_step: step at which a record's last mixture is reached; None is its own: 3,250, and 3,125
-        for "six_ema". Of "ademamix" the steps over which weights and decays grow, which it needs;
-        the paper takes those of the run. 1 has them grown from the start.
-      decays: of "ademamix" at the end, the fast one's first.
-      weights: of "ademamix" at the end.
+        for "six_ema". "ademamix" requires it: the steps over which weights and decays grow, in the
+        paper those of the run; with 1 they are full-grown from the start.
+      decays: those of "ademamix" at the end, the fast one's first.
+      weights: those of "ademamix" at the end.
 
     Raises:
       ValueError: the name is unknown, or "ademamix" has no end_step.
@@ -199,22 +203,24 @@ def kernel_preset(
 
 
 def _mixture(ages: np.ndarray, mean_age: float) -> np.ndarray:
-    """Weights a, 2 a, 3 a, ... and a last one, of the sum 1 and this mean age."""
+    """Weights a, 2 a, 3 a, ... and a last one, with the sum 1 and this mean age."""
     ranks = np.arange(1, len(ages))
+    # Solved for a: Σ a k τ_k + (1 − Σ a k) τ_last = mean_age, the sums over all but the last.
     a = (ages[-1] - mean_age) / (ranks.sum() * ages[-1] - ranks @ ages[:-1])
     return np.append(a * ranks, 1 - a * ranks.sum())
 
 
 def _warmed_up(decays: Sequence[float], weights: Sequence[float], steps: int) -> dict[str, Any]:
-    def done(count: jax.typing.ArrayLike) -> jax.Array:
+    def fraction(count: jax.typing.ArrayLike) -> jax.Array:
         return jnp.minimum((jnp.asarray(count, float) + 1) / steps, 1.0)
 
     def decay(last: float, count: jax.typing.ArrayLike) -> jax.Array:
-        share = done(count)
-        return jnp.exp(1 / ((1 - share) / math.log(decays[0]) + share / math.log(last)))
+        grown = fraction(count)
+        # Half-lives are ln ½ / ln β, so a linear one is linear in 1 / ln β.
+        return jnp.exp(1 / ((1 - grown) / math.log(decays[0]) + grown / math.log(last)))
 
     def weight(last: float, count: jax.typing.ArrayLike) -> jax.Array:
-        return last * done(count)
+        return last * fraction(count)
 
     return {
         "decays": [decays[0], *(functools.partial(decay, last) for last in decays[1:])],

@@ -1,5 +1,10 @@
-"""What the optimizers share: one rule for each kind of parameter, how its direction becomes new
-parameters, rates, checks and arithmetic."""
+"""Common parts of the optimizers: rules by kind of parameter, the end of a chain, dtypes, checks.
+
+`by_kind` makes an optimizer from a `Rule` for each kind of parameter (matrix, embedding, vector).
+`descend` is the end of each chain, −η (u + λ p), with the changes of a `WeightUpdate`. Two wrappers
+go around all: `per_matrix` resolves specs and masks once the parameters are known, and `in_float32`
+computes in float32 at least.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +27,8 @@ from maxmars.optim._matrices import (
 Scalar = float | jax.Array
 ScalarOrSchedule = optax.ScalarOrSchedule
 Tree = Any  # a pytree of arrays like the parameters
-RULES: dict[str, Callable[[float], bool]] = {
+# By the words that end a message: "b1=1.5 must lie in [0, 1)".
+REQUIREMENTS: dict[str, Callable[[float], bool]] = {
     "lie in [0, 1)": lambda x: 0 <= x < 1,
     "lie in (0, 1)": lambda x: 0 < x < 1,
     "be positive": lambda x: x > 0,
@@ -34,10 +40,10 @@ def in_float32(
 ) -> optax.GradientTransformationExtraArgs:
     """`inner`, calculated in float32 at least: float16 has no 1e-8, and 0.999 is 1 in bfloat16.
 
-    Gradients, parameters and state come to `inner` widened. The state goes back in the dtypes that
-    it had, which for float16 parameters are those of float32 ones, and updates in those of the
-    parameters, or of the gradients where none are given. Parameters may have anything where there
-    is no gradient: an Equinox module has functions.
+    `inner` gets gradients, parameters and state in the wider dtype. The new state has the dtypes of
+    the old one (for float16 parameters, those of float32 ones), and updates have the dtypes of the
+    parameters, or of the gradients where no parameters are given. Parameters without a gradient may
+    be anything: an Equinox module has functions.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -57,7 +63,7 @@ def in_float32(
 
 
 def where_updated(updates: Tree, params: Tree) -> Tree:
-    """The parameters, None in place of those that have no update."""
+    """The parameters, with None in place of each that has no update."""
     if params is None:
         return None
     return jax.tree.map(
@@ -98,14 +104,15 @@ class PerMatrix(optax.GradientTransformationExtraArgs):
     """A transformation that needs the specs of the parameters; see `per_matrix`."""
 
     make: Callable[..., optax.GradientTransformation]
-    """Of resolved specs: the transformation of those parameters alone."""
+    """Function from resolved specs to the transformation of those parameters alone."""
 
 
 def per_matrix(
     make: Callable[..., optax.GradientTransformation], matrix_specs: Any, *masks: Any
 ) -> PerMatrix:
-    """The one place where specs and masks are resolved: by all parameters, in init and in update,
-    there by all updates where no parameters are given. It warns of missing specs.
+    """Resolve specs and masks by all parameters, in init and in update, and warn of missing specs.
+
+    In update the gradients stand in for parameters that are not given.
 
     Args:
       make: from the `MatrixSpec` of each parameter, and each mask, to a transformation.
@@ -113,13 +120,14 @@ def per_matrix(
       masks: trees of bools, prefixes of the parameters; or functions from these to such a tree.
     """
 
-    def of(params: Tree) -> optax.GradientTransformationExtraArgs:
+    # Called in init and again in update, as a state holds arrays and no specs.
+    def resolved(params: Tree) -> optax.GradientTransformationExtraArgs:
         specs = resolve_specs(matrix_specs, params)
         made = make(specs, *(_resolved_mask(mask, params) for mask in masks))
         return optax.with_extra_args_support(made)
 
     def init_fn(params: Tree) -> Any:
-        transformation = of(params)
+        transformation = resolved(params)
         warn_without_specs(matrix_specs, params)
         return transformation.init(params)
 
@@ -128,9 +136,10 @@ def per_matrix(
     ) -> tuple[Tree, Any]:
         params = where_updated(updates, params)
         tree = updates if params is None else params
-        return of(tree).update(updates, state, params, **extra_args)
+        return resolved(tree).update(updates, state, params, **extra_args)
 
     transformation = PerMatrix(init_fn, update_fn)
+    # `by_kind` makes each part for the parameters of one kind, from specs already resolved.
     transformation.make = make
     return transformation
 
@@ -145,6 +154,7 @@ def _resolved_mask(mask: Any, params: Tree) -> Any:
     return mask
 
 
+# Equal only to itself: kinds that share a `Rule` object share a chain and its state.
 @dataclass(frozen=True, eq=False)
 class Rule:
     """The update −η (u + λ p), where the chain `direction` gives u."""
@@ -167,13 +177,13 @@ class WeightUpdate:
     nothing decays. A matrix of zeros would never move, and is refused: by `init`, which sees no
     values under jit, and by `check_no_zero_matrix`."""
     floor: Scalar | None = None
-    """Scale u up to ‖u‖ = floor ‖p‖ where it is shorter; 0.35 in modded-nanogpt, without decay."""
+    """Scale u up to ‖u‖ = floor ‖p‖ where u is shorter; 0.35 in modded-nanogpt, without decay."""
     cautious_decay: bool = False
     """Decay a coordinate only where u p ≥ 0 (arXiv 2510.12402)."""
     coupled_decay: ScalarOrSchedule | None = None
     """A factor of λ: η as a fraction of its peak (AdamC, arXiv 2506.02285)."""
     kinds: tuple[str, ...] = ("matrix",)
-    """Which kinds of parameters: "matrix", "embedding", "vector"."""
+    """Kinds of parameters that are changed so: "matrix", "embedding", "vector"."""
 
     def __post_init__(self) -> None:
         check_numbers("be positive", floor=self.floor)
@@ -196,10 +206,10 @@ def check_no_zero_matrix(
 ) -> None:
     """Refuse matrices of zeros, which `hyperball` would never move.
 
-    For parameters that were made under jit, where `init` sees no values.
+    Call it on parameters that were made under jit, where `init` sees no values.
 
     Args:
-      params: arrays; what is traced or abstract is not looked at.
+      params: arrays; traced and abstract ones are not checked.
       weight_update: of the optimizer.
       matrix_specs: see `resolve_specs`.
 
@@ -209,16 +219,16 @@ def check_no_zero_matrix(
     if not weight_update.hyperball:
         return
     specs = jax.tree.leaves(resolve_specs(matrix_specs, params))
-    looked_at = [
+    concrete = [
         (name, param, spec)
         for (name, param), spec in zip(named_leaves(params), specs, strict=True)
         if isinstance(param, jax.Array | np.ndarray) and not isinstance(param, jax.core.Tracer)
         if param.size and spec.kind in weight_update.kinds
     ]
-    arrays, kinds = [x for _, x, _ in looked_at], [spec for *_, spec in looked_at]
-    with jax.ensure_compile_time_eval():
+    arrays, kinds = [x for _, x, _ in concrete], [spec for *_, spec in concrete]
+    with jax.ensure_compile_time_eval():  # concrete values, also where a caller is traced
         lengths = jax.jit(lambda arrays: [*map(norms, arrays, kinds)])(arrays)
-    for (name, *_), length in zip(looked_at, lengths, strict=True):
+    for (name, *_), length in zip(concrete, lengths, strict=True):
         if (is_zero := np.asarray(length) == 0).any():
             where = f" (number {np.argmax(is_zero)} of the stack)" if is_zero.size > 1 else ""
             raise ValueError(
@@ -228,7 +238,7 @@ def check_no_zero_matrix(
 
 
 def norms(x: jax.Array, spec: MatrixSpec) -> jax.Array:
-    """‖x‖_F of each matrix or vector of the stack, 1 in place of its axes."""
+    """‖x‖_F of each matrix or vector of the stack; its axes have the size 1."""
     axes = spec.inner if x.ndim else ()
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=axes, keepdims=True))
 
@@ -283,41 +293,42 @@ def descent(
     rate = optax.scale_by_learning_rate(rule.learning_rate)
     if weight_update is None:
         return [decay, rate]
-    hooks = weight_update
-    factor = 1.0 if hooks.coupled_decay is None else hooks.coupled_decay
+    changes = weight_update
+    factor = 1.0 if changes.coupled_decay is None else changes.coupled_decay
     coupling = optax.scale_by_learning_rate(factor, flip_sign=False)
 
     def init_fn(params: Tree) -> DescendState:
-        check_no_zero_matrix(params, hooks, specs)
+        check_no_zero_matrix(params, changes, specs)
         return DescendState(*(part.init(params) for part in (decay, coupling, rate)))
 
     def direction(
         spec: MatrixSpec, u: jax.Array, p: jax.Array, decayed: jax.Array, coupled: jax.Array
     ) -> jax.Array:
-        if spec.kind not in hooks.kinds:
+        if spec.kind not in changes.kinds:
             return u + decayed
-        if hooks.hyperball:
+        if changes.hyperball:  # a direction of zeros stays zero
             return u * (norms(p, spec) / jnp.maximum(norms(u, spec), 1e-10))
-        if hooks.cautious_decay:
+        if changes.cautious_decay:
             coupled = jnp.where(u * p >= 0, coupled, 0)
-        if hooks.floor is not None:
+        if changes.floor is not None:
             length, weight = (jnp.maximum(norms(x, spec), 1e-8) for x in (u, p))
-            u = u * jnp.maximum(hooks.floor * weight / length, 1)
+            u = u * jnp.maximum(changes.floor * weight / length, 1)
         return u + coupled
 
     def on_sphere(spec: MatrixSpec, update: jax.Array, p: jax.Array) -> jax.Array:
-        if spec.kind not in hooks.kinds:
+        if spec.kind not in changes.kinds:
             return update
         moved = p + update
         return moved * (norms(p, spec) / jnp.maximum(norms(moved, spec), 1e-10)) - p
 
     def update_fn(updates: Tree, state: Any, params: Tree = None) -> tuple[Tree, DescendState]:
+        # λ p alone, of an update of zeros: cautious and coupled decay change it before the sum.
         zeros = optax.tree.zeros_like(updates)
         decayed, decay_state = decay.update(zeros, state.decay, params)
         coupled, coupling_state = coupling.update(decayed, state.coupling)
         updates = jax.tree.map(direction, specs, updates, params, decayed, coupled)
         updates, rate_state = rate.update(updates, state.rate)
-        if hooks.hyperball:
+        if changes.hyperball:
             updates = jax.tree.map(on_sphere, specs, updates, params)
         return updates, DescendState(decay_state, coupling_state, rate_state)
 
@@ -339,12 +350,14 @@ def by_kind(
       mask: which parameters decay, a tree of bools or a function from parameters to one.
       weight_update: see `descend`.
     """
+    # A rule has the name of its first kind: reversed, since the last of equal keys wins.
     names = {rule: name for name, rule in reversed(list(rules.items()))}
 
     def make(specs: Tree, decays: Any) -> optax.GradientTransformation:
         labels = jax.tree.map(lambda spec: names[rules.get(spec.kind, rules["matrix"])], specs)
 
         def chain(rule: Rule) -> optax.GradientTransformation:
+            # `optax.partition` hands a chain its own parameters, with these nodes for all others.
             own = jax.tree.map(
                 lambda spec, label: spec if label == names[rule] else optax.MaskedNode(),
                 specs,
@@ -359,6 +372,7 @@ def by_kind(
             )
 
         chains: dict[Any, Any] = {name: chain(rule) for rule, name in names.items()}
+        # Also `prev_grads`, a tree like the gradients, is to be masked so.
         partition = optax.partition(chains, lambda _: labels, mask_compatible_extra_args=True)
         return in_float32(partition)
 
@@ -399,12 +413,12 @@ def check_choice(name: str, value: str | None, choices: tuple[str | None, ...]) 
         raise ValueError(f"{name}={value!r} is unknown; it is one of {known}.")
 
 
-def check_numbers(rule: str, **values: Any) -> None:
-    """Raise ValueError unless each number obeys a rule of `RULES`; what is traced, a schedule or
-    None is no number."""
+def check_numbers(requirement: str, **values: Any) -> None:
+    """Raise ValueError unless each number meets one of `REQUIREMENTS`; traced values, schedules and
+    None are not checked."""
     for name, value in values.items():
-        if isinstance(value, int | float) and not RULES[rule](value):
-            raise ValueError(f"{name}={value} must {rule}.")
+        if isinstance(value, int | float) and not REQUIREMENTS[requirement](value):
+            raise ValueError(f"{name}={value} must {requirement}.")
 
 
 def check_like_gradients(name: str, tree: Tree, grads: Tree) -> None:

@@ -208,8 +208,8 @@ def scale_by_soap(
             if momentum_kernel is not None:  # linear, so that it may come before the bases
                 momentum, after = momentum_kernel.update(updates, state.kernel, params)
                 momenta = jax.tree.leaves(momentum)
-                keep = functools.partial(jnp.where, state.count == 0)  # the first step has no m
-                kernel = jax.tree.map(keep, state.kernel, after)
+                choose = functools.partial(jnp.where, state.count == 0)  # the first step has no m
+                kernel = jax.tree.map(choose, state.kernel, after)
             states = _by_parameter(state, treedef)
             layouts = _layouts(updates, specs, mesh, [own.sides for own in states])
             results = [
@@ -311,7 +311,7 @@ def soap(
 
 
 def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> Any:
-    """How the state of SOAP lies on a mesh.
+    """Shardings of SOAP's state on a mesh.
 
     Args:
       opt_state: the state (arrays or abstract) of an optimizer that contains `scale_by_soap`.
@@ -337,16 +337,16 @@ def soap_shardings(opt_state: Any, mesh: AnyMesh, matrix_specs: Any = None) -> A
         stacks = [MatrixState(*layout.state if layout else [None] * 6) for layout in layouts]
         if x.kernel is not None:
             stacks = [own._replace(mu=None) for own in stacks]
-        of = jax.tree.map(
+        by_field = jax.tree.map(
             lambda stack: NamedSharding(mesh, stack.partition), _joined(None, stacks, treedef)
         )
-        return of._replace(kernel=jax.tree.map(lambda _: None, x.kernel))
+        return by_field._replace(kernel=jax.tree.map(lambda _: None, x.kernel))
 
     return jax.tree.map(shardings, opt_state, is_leaf=is_soap)
 
 
 def _after_first(weight_decay: ScalarOrSchedule) -> optax.Schedule:
-    """No decay in the first step, which changes no parameter."""
+    """The decay, but zero in the first step, which changes no parameter."""
 
     def schedule(count: jax.typing.ArrayLike) -> Any:
         decay = weight_decay(count) if callable(weight_decay) else weight_decay
@@ -381,7 +381,7 @@ def _adam(
     b2: Scalar,
     eps: Scalar,
 ) -> tuple[Matrices, MatrixState]:
-    """Adam in the eigenbases; nothing in the first step, which has none yet."""
+    """Adam's direction in the eigenbases; zero in the first step, which has no bases yet."""
     projected = _to_bases(grads, state)
     if momentum is None:
         m = mu = b1 * state.mu + (1 - b1) * projected
@@ -419,7 +419,7 @@ def _update_bases(
 
 
 def _same_bases(state: MatrixState) -> MatrixState:
-    """A function of its own, as outside of jit a new one in each step would compile each time."""
+    """The state as it is. Outside of jit, a new lambda in each step would compile each time."""
     return state
 
 
@@ -436,22 +436,23 @@ def _next_bases(state: MatrixState) -> MatrixState:
     original = None if mu is None else _from_bases(mu, state)
     row_basis, col_basis = state.row_basis, state.col_basis
     if row_basis is not None:
-        row_basis, order = _power_iteration(state.row_gram, row_basis)
-        nu = jnp.take_along_axis(nu, order[:, :, None], axis=1)
+        row_basis, permutation = _power_iteration(state.row_gram, row_basis)
+        nu = jnp.take_along_axis(nu, permutation[:, :, None], axis=1)
     if col_basis is not None:
-        col_basis, order = _power_iteration(state.col_gram, col_basis)
-        nu = jnp.take_along_axis(nu, order[:, None, :], axis=2)
+        col_basis, permutation = _power_iteration(state.col_gram, col_basis)
+        nu = jnp.take_along_axis(nu, permutation[:, None, :], axis=2)
     state = state._replace(nu=nu, row_basis=row_basis, col_basis=col_basis)
     return state if original is None else state._replace(mu=_to_bases(original, state))
 
 
 def _power_iteration(gram: Square, basis: Square) -> tuple[Square, Int[Array, "stack side"]]:
-    """Q of the QR decomposition of gram @ basis, its columns ordered by estimated eigenvalues
-    first; and that order of the old columns."""
+    """The next basis, Q of the QR decomposition of gram @ basis, and the permutation that sorts the
+    old basis's columns by their estimated eigenvalues, which comes first."""
     image = _matmul(_normalized(gram), basis)
     eigenvalues = jnp.sum(basis * image, axis=-2)
-    order = jnp.argsort(eigenvalues, axis=-1, descending=True)
-    return _orthonormal_columns(jnp.take_along_axis(image, order[:, None, :], axis=-1)), order
+    permutation = jnp.argsort(eigenvalues, axis=-1, descending=True)
+    image = jnp.take_along_axis(image, permutation[:, None, :], axis=-1)
+    return _orthonormal_columns(image), permutation
 
 
 def _to_bases(x: Matrices, state: MatrixState) -> Matrices:
@@ -467,7 +468,7 @@ def _from_bases(x: Matrices, state: MatrixState) -> Matrices:
 
 
 def _normalized(gram: Square) -> Square:
-    """The same eigenvectors, out of the reach of underflow: of trace one, unless it is zero."""
+    """The Gram matrix over its trace, which keeps the eigenvectors and prevents underflow."""
     trace = jnp.trace(gram, axis1=-2, axis2=-1)[:, None, None]
     return gram / jnp.where(trace > 0, trace, 1)
 
@@ -483,20 +484,20 @@ def _matmul(
 
 
 class Layout(NamedTuple):
-    """How a parameter of matrices and its state lie on a mesh."""
+    """Layouts on a mesh of a parameter of matrices and of its state."""
 
     grads: Stack
-    """Of gradients and updates."""
+    """Layout of gradients and updates."""
     moment: Stack
-    """Of m and v."""
+    """Layout of m and v."""
     row_square: Stack | None
-    """Of L and Q_L; None where the side keeps the identity."""
+    """Layout of L and Q_L; None where the side keeps the identity."""
     col_square: Stack | None
-    """Of R and Q_R."""
+    """Layout of R and Q_R; None where the side keeps the identity."""
 
     @property
     def state(self) -> tuple[Stack | None, ...]:
-        """Of each array of `MatrixState`."""
+        """The layouts of the arrays of `MatrixState`, in its order."""
         return (self.moment, self.moment, *(self.row_square, self.col_square) * 2)
 
 
@@ -534,12 +535,12 @@ def _by_owners(
 def _layouts(
     tree: Tree, specs: Tree, mesh: AnyMesh | None, sides: Sequence[tuple[bool, bool]]
 ) -> list[Layout | None]:
-    """The layout of each leaf of a tree like the parameters, None where no side is preconditioned;
-    `sides` says of each whether rows and columns are."""
-    each = zip(jax.tree.leaves(specs), sides, strict=True)
-    wanted = [spec if any(chosen) else None for spec, chosen in each]
-    stacks = stacks_of(tree, wanted, mesh, blocks=False)
-    return [_layout(stacks[i], *sides[i]) if i in stacks else None for i in range(len(wanted))]
+    """The layout of each leaf of a tree like the parameters; None where no side is preconditioned.
+    `sides` has for each leaf whether rows and whether columns are preconditioned."""
+    with_sides = zip(jax.tree.leaves(specs), sides, strict=True)
+    chosen = [spec if any(either) else None for spec, either in with_sides]
+    stacks = stacks_of(tree, chosen, mesh, blocks=False)
+    return [_layout(stacks[i], *sides[i]) if i in stacks else None for i in range(len(chosen))]
 
 
 def _layout(grads: Stack, rows: bool, cols: bool) -> Layout:
@@ -547,25 +548,25 @@ def _layout(grads: Stack, rows: bool, cols: bool) -> Layout:
     #
     #   m, v   [12, 768, 3072]     L, Q_L   [12, 768, 768]     R, Q_R   [12, 3072, 3072]
     #
-    # * `stays`, as 4 divides 12: cut over fsdp on the stack, 3 matrices a device, where the step
-    #   needs them. Only gradients and updates travel.
+    # * `with_owners`, as 4 divides 12: cut over fsdp on the stack, 3 matrices a device, where the
+    #   step needs them. Only gradients and updates travel.
     # * else, with 10 layers: m and v like the gradient, L, R and the bases cut over fsdp on their
     #   rows, if these divide ("divided"), or whole on every device. All travel to the owners.
     mesh, cuts = grads.mesh, grads.cuts
     axes = tuple(itertools.chain(*grads.pieces))
     # Where the owners divide the stack, the state stays with them between steps: then it is an
     # array that is cut along the stack's axis, which any mesh can restore.
-    stays = len(grads.stack) == 1 and grads.local_shape[grads.stack[0]] % grads.owners == 0
+    with_owners = len(grads.stack) == 1 and grads.local_shape[grads.stack[0]] % grads.owners == 0
     moment, batch = grads, [cuts[axis] for axis in grads.stack]
-    if stays:
+    if with_owners:
         batch = [(*batch[0], *axes)]
-        moved = tuple(batch[0] if axis in grads.stack else () for axis in range(len(cuts)))
-        moment = replace(grads, cuts=moved)
+        on_stack = tuple(batch[0] if axis in grads.stack else () for axis in range(len(cuts)))
+        moment = replace(grads, cuts=on_stack)
 
     def square(size: int) -> Stack:
-        """Of Gram matrices or bases: with the owners, else cut, else copied."""
+        """The layout of Gram matrices or bases: with the owners, else cut, else copied."""
         # The first mesh axis cuts the rows of the square, the others its columns.
-        pieces = ((), ()) if stays else (axes[:1], axes[1:])
+        pieces = ((), ()) if with_owners else (axes[:1], axes[1:])
         divided = all(size % num_devices(names, mesh) == 0 for names in pieces)
         return Stack(
             name=grads.name,

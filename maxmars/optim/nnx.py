@@ -1,4 +1,7 @@
-"""What the parameters of a Flax NNX model are, from the layers that they belong to.
+"""`MatrixSpec`s of a Flax NNX model's parameters, from the layers that they belong to.
+
+What a matrix is follows from a layer's class and the parameter's name; a parameter's own metadata
+comes before that, and a caller's `overrides` before all.
 
 Under `nnx.Optimizer`, exact MARS keeps the parameters of the previous step in a clone of the model:
 
@@ -29,7 +32,7 @@ from maxmars.optim._matrices import MatrixSpec, named_leaves, vector_spec
 _CONVOLUTIONS = nnx.Conv | nnx.ConvTranspose
 _NORMS = nnx.LayerNorm | nnx.RMSNorm | nnx.BatchNorm | nnx.GroupNorm | nnx.InstanceNorm
 _WITH_VECTORS = nnx.Linear | _CONVOLUTIONS | _NORMS
-# Of a table [tokens, width] as of the head's map from width to tokens.
+# A table [tokens, width] is also a head, which maps from width to tokens.
 _TABLE = MatrixSpec(rows=(1,), cols=(0,), embedding=True)
 
 
@@ -40,24 +43,24 @@ def matrix_specs_of(
     overrides: Mapping[str, MatrixSpec | None] | None = None,
     fallback: Callable[[str, Any], MatrixSpec | None] | None = None,
 ) -> Any:
-    """One `MatrixSpec` per parameter of a model, for the `matrix_specs` of the optimizers.
+    """Make one `MatrixSpec` per parameter of a model, for the `matrix_specs` of the optimizers.
 
-    Known are Flax NNX's linear, attention, convolution, embedding and norm layers. The default of
+    Flax NNX's linear, attention, convolution, embedding and norm layers are known. The default of
     the optimizers (each 2-D leaf is a matrix) would take the kernels of attention [width, heads,
-    head_dim] and convolutions for vectors, and the biases of attention [heads, head_dim] for
-    matrices. The kernel of a convolution in groups is a vector, which AdamW takes. A parameter of
-    your own with more than one axis says what it is:
+    head_dim] and of convolutions for vectors, and the biases of attention [heads, head_dim] for
+    matrices. The kernel of a grouped convolution counts as a vector, which AdamW takes. Give a
+    parameter of your own with more than one axis its spec as metadata:
 
     ```python
     self.mix = nnx.Param(values, matrix_spec=MatrixSpec(rows=(0,), cols=(1,)))
     self.gains = nnx.Param(values, matrix_spec=None)  # one vector
     ```
 
-    and so may that of a layer (`nnx.Linear(..., kernel_metadata={"matrix_spec": ...})`). Leading
-    axes beyond those of a layer or of such a spec stack layers, as `nnx.vmap` does.
+    A layer's parameter can have it too (`nnx.Linear(..., kernel_metadata={"matrix_spec": ...})`).
+    Leading axes beyond those of a layer or of such a spec stack layers, as `nnx.vmap` does.
 
-    Of other layers, and of trees of arrays such as those of Flax Linen or Equinox, you say it here
-    by path: `overrides` first of all, `fallback` last.
+    For other layers, and for trees of arrays such as those of Flax Linen or Equinox, give specs
+    by path: `overrides` come first of all, `fallback` last.
 
     ```python
     specs = matrix_specs_of(  # Equinox: a linear layer's weight is [out, in]
@@ -70,14 +73,14 @@ def matrix_specs_of(
     Args:
       model: the model, or its abstract form from `nnx.eval_shape`; or any tree of arrays.
       wrt: which variables of an NNX model are optimized, as in `nnx.Optimizer`.
-      overrides: a spec, or None for a vector, by path in the model ("layers.0.kernel"). `*` and the
-        other wildcards of `fnmatch` stand for any text; of several the first counts.
-      fallback: gives the spec, or None for a vector, of a path and its array (or variable) with
-        more than one axis that nothing else tells.
+      overrides: a spec, or None for a vector, by path in the model ("layers.0.kernel"), which may
+        have the wildcards of `fnmatch`. Of several that match, the first counts.
+      fallback: function from a path and its array (or variable), which has more than one axis and
+        no spec yet, to its spec, or None for a vector.
 
     Returns:
-      A tree like `nnx.state(model, wrt)`, which `nnx.to_pure_dict` makes one of plain dicts; for
-      another tree one like it, with None for what is no array of real numbers.
+      A tree like `nnx.state(model, wrt)`, which `nnx.to_pure_dict` turns into plain dicts. For a
+      tree of arrays, a tree like it, with None for all but arrays of real numbers.
 
     Raises:
       ValueError: nothing says what a parameter is, or an override is of none.
@@ -85,6 +88,7 @@ def matrix_specs_of(
     overrides, used, names = overrides or {}, set(), []
 
     def spec(name: str, leaf: Any, known: MatrixSpec | None, owner: str = "") -> MatrixSpec:
+        # All patterns that match count as used, also those behind the first.
         matching = [pattern for pattern in overrides if fnmatch.fnmatchcase(name, pattern)]
         used.update(matching)
         names.append(name)
@@ -113,7 +117,7 @@ def matrix_specs_of(
             if path in given:
                 known = _given(given[path], variable.ndim)
             else:
-                known = _of_layer(layer, path[-1], variable.ndim)
+                known = _layer_spec(layer, path[-1], variable.ndim)
             owner = f" and belongs to a {type(layer).__name__}"
             flat.append((path, spec(".".join(map(str, path)), variable, known, owner)))
         specs = nnx.from_flat_state(flat)
@@ -128,8 +132,8 @@ def matrix_specs_of(
 
 
 def given_specs(model: Any, wrt: Any = nnx.Param) -> dict[tuple[Any, ...], MatrixSpec | None]:
-    """What no names of axes could tell, by path: the metadata `matrix_spec` of parameters, None
-    for a vector, and that the kernels of convolutions in groups are vectors."""
+    """Specs by path that names of axes cannot tell: those in the metadata `matrix_spec` of
+    parameters, None for a vector, and vectors for the kernels of grouped convolutions."""
     specs = {}
     for path, variable in nnx.to_flat_state(nnx.state(model, wrt)):
         metadata, layer = variable.get_metadata(), _layer(model, path)
@@ -152,15 +156,15 @@ def _given(spec: MatrixSpec | None, ndim: int) -> MatrixSpec:
 
 
 def _layer(model: Any, path: tuple[Any, ...]) -> Any:
-    """What a variable belongs to."""
+    """The layer that a variable belongs to."""
     layer = model
     for key in path[:-1]:
         layer = getattr(layer, key) if _has_attribute(layer, key) else layer[key]
     return layer
 
 
-def _of_layer(layer: Any, name: Any, ndim: int) -> MatrixSpec | None:
-    """The parameter of this name; None for an unknown layer."""
+def _layer_spec(layer: Any, name: Any, ndim: int) -> MatrixSpec | None:
+    """The spec of a layer's parameter of this name; None for an unknown layer."""
     match name, layer:
         case "kernel", nnx.Linear():
             spec = _matrix(0, 1, 1)
@@ -170,7 +174,7 @@ def _of_layer(layer: Any, name: Any, ndim: int) -> MatrixSpec | None:
             spec = _convolution(layer)
         case "embedding", nnx.Embed():
             spec = _TABLE
-        case "bias", nnx.LinearGeneral():
+        case "bias", nnx.LinearGeneral():  # a bias for each batch, with all output axes
             spec = _matrix(len(layer.batch_axis), 0, len(layer.out_features))
         case "bias" | "scale", _ if isinstance(layer, _WITH_VECTORS):
             spec = vector_spec(1)
@@ -180,7 +184,7 @@ def _of_layer(layer: Any, name: Any, ndim: int) -> MatrixSpec | None:
 
 
 def _has_attribute(layer: Any, key: Any) -> bool:
-    """A dict of layers may have a key `items`, which is no layer as an attribute."""
+    """Whether a key is an attribute of a layer; a dict of layers may have the key `items`."""
     return isinstance(key, str) and not isinstance(layer, dict) and hasattr(layer, key)
 
 
@@ -196,7 +200,7 @@ def _convolution(layer: Any) -> MatrixSpec:
 
 
 def _matrix(batch: int, rows: int, cols: int) -> MatrixSpec:
-    """So many leading axes of each."""
+    """The spec with this many axes each of `batch`, `rows` and `cols`, in this order."""
     axes = range(batch + rows + cols)
     return MatrixSpec(
         batch=tuple(axes[:batch]),
