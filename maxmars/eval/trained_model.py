@@ -303,7 +303,7 @@ class Target:
 
 def _abstract_params(config: ModelConfig, mesh: Mesh) -> Any:
     check_mesh_divides_model(config, mesh.shape)
-    return Parameters(config, mesh).on_mesh
+    return Parameters(config, mesh).sharded
 
 
 def find_target(path: str | Path) -> Target:

@@ -150,12 +150,14 @@ def _over_chunks(
     )
     grads = RULES.spec("vocab", "batch"), RULES.spec("batch", "vocab", None)
     out_specs = RULES.spec("batch", None), None if weights is None else grads
-    return _on_mesh(on_device, out_specs, x, tables, targets, weights)
+    return _shard_mapped(on_device, out_specs, x, tables, targets, weights)
 
 
-def _on_mesh(function: Callable[..., Any], out_specs: Any, x: Any, tables: Any, *rows: Any) -> Any:
-    """A function of the tokens and the shard of the vocabulary of a device, on every device of the
-    ambient mesh, if there is one."""
+def _shard_mapped(
+    function: Callable[..., Any], out_specs: Any, x: Any, tables: Any, *rows: Any
+) -> Any:
+    """Call a function with the tokens and the shard of the vocabulary of a device, on every device
+    of the ambient mesh, if there is one."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return function(x, tables, *rows, num_shards=1)
@@ -180,8 +182,8 @@ def _on_device(
     vocab, platform = _vocabulary(tables[0], vocab_size, num_shards, cap), ambient_platform()
     row_bytes = tables.shape[1] * jnp.promote_types(x.dtype, jnp.float32).itemsize
     if chunk_bytes is None:
-        is_added_up = weights is not None and platform in ("tpu", *GPUS)
-        chunk_bytes = 2 * CHUNK_BYTES if is_added_up else CHUNK_BYTES
+        sums_gradients = weights is not None and platform in ("tpu", *GPUS)
+        chunk_bytes = 2 * CHUNK_BYTES if sums_gradients else CHUNK_BYTES
     if platform in GPUS:  # two at least: XLA makes no loop of one, whose arguments are then results
         chunk_bytes = min(chunk_bytes, targets.size * row_bytes // 2)
     split = functools.partial(_split_tokens, *_chunks(targets.size, row_bytes, chunk_bytes))
@@ -202,8 +204,8 @@ def _on_device(
     products = vocab.products_of(x, targets)
     # All targets' own rows at once: each chunk would sort its own, and copy the table.
     first = vocab.gradient_of_rows(x, targets, weights, products)
-    # XLA computes at the end of a product with what is an argument of the loop, but not with what
-    # it takes from an array there. So each chunk hands the next one its targets' products.
+    # XLA fuses an argument of the loop into the epilogue of a product, but not what it takes from
+    # an array there. So each chunk hands the next one its targets' products.
     rest = jnp.roll(split(products), -1, 0)
     # The tokens that pad the last chunk have weight zero.
     chunks = tuple(map(split, (x, targets, weights))), rest
@@ -224,11 +226,11 @@ def draw_targets(
     chunk_bytes: int = CHUNK_BYTES,
     cap: Cap | None = None,
 ) -> Int[Array, "B T"]:
-    """For each position, a token drawn from the softmax of the logits x tableᵀ.
+    """Draw a token for each position from the softmax of the logits x tableᵀ.
 
-    It draws by inverse transform sampling: [0, 1) is divided among the tokens in the order of the
-    vocabulary, each with its probability, and the position's uniform number picks the token. But
-    for rounding, the result depends neither on chunks nor on devices.
+    By inverse transform sampling: [0, 1) is divided among the tokens in the order of the
+    vocabulary, each with its probability, and the position's uniform number picks the token. Apart
+    from rounding, the result depends neither on chunks nor on devices.
 
     Args:
       x, tables, vocab_size, chunk_bytes, cap: as in `token_losses`; padding is never drawn.
@@ -237,7 +239,7 @@ def draw_targets(
     draw = functools.partial(
         _draw_on_device, vocab_size=vocab_size, chunk_bytes=chunk_bytes, cap=cap
     )
-    return _on_mesh(draw, RULES.spec("batch", None), x, tables, uniforms)
+    return _shard_mapped(draw, RULES.spec("batch", None), x, tables, uniforms)
 
 
 def _draw_on_device(
@@ -262,7 +264,7 @@ def _draw_on_device(
 def _draw_chunk(
     vocab: _Vocabulary, x: Float[Array, "C D"], uniforms: Float[Array, " C"]
 ) -> Int[Array, " C"]:
-    """Targets of a chunk: choose the device, then a block of its tokens, then a token of the block.
+    """Draw a chunk's targets: choose the device, then a block of its tokens, then a token of it.
 
     A cumulative sum over all tokens at once would be as large as the logits.
     """
@@ -276,18 +278,18 @@ def _draw_chunk(
     totals = sums.sum(-1, keepdims=True)
     if vocab.num_shards > 1:
         totals = jax.lax.all_gather(totals[:, 0], _TENSOR, axis=1)
-    shard, point = _find_share(totals, uniforms * totals.sum(-1))
-    block, point = _find_share(sums, point)
+    shard, point = _find_interval(totals, uniforms * totals.sum(-1))
+    block, point = _find_interval(sums, point)
     inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    token, _ = _find_share(inside, point)
+    token, _ = _find_interval(inside, point)
     token = vocab.first + block * blocks.shape[-1] + token
-    if vocab.num_shards > 1:
+    if vocab.num_shards > 1:  # every device draws, and the chosen one's token counts
         is_here = shard == jax.lax.axis_index(_TENSOR)
         token = jax.lax.psum(jnp.where(is_here, token, 0), _TENSOR)
     return token
 
 
-def _find_share(
+def _find_interval(
     weights: Float[Array, "C N"], point: Float[Array, " C"]
 ) -> tuple[Int[Array, " C"], Float[Array, " C"]]:
     """The index of the weight that a point of [0, sum) falls into, and the distance from its start.
@@ -304,7 +306,7 @@ def _find_share(
 
 
 def _block_size(num_tokens: int) -> int:
-    """The divisor of `num_tokens` nearest to its root: as many blocks as tokens of one, about."""
+    """The divisor of `num_tokens` nearest to its root: about as many blocks as tokens in each."""
     divisors = [n for n in range(1, num_tokens + 1) if num_tokens % n == 0]
     return min(divisors, key=lambda n: abs(math.log(n * n / num_tokens)))
 
@@ -346,15 +348,15 @@ class _Vocabulary(NamedTuple):
         return products if self.cap is None else self.cap(products)
 
     def logits(self, products: Float[Array, "C V"]) -> Float[Array, "C V"]:
-        """The products under the cap; of padding, minus infinity."""
+        """The products under the cap; minus infinity for padding."""
         return self.capped(products) + self.padding
 
     def slopes(self, products: jax.Array, d_logits: jax.Array) -> jax.Array:
-        """The gradient to the products, by that to the logits."""
+        """The gradient to the products, from the gradient to the logits."""
         return d_logits if self.cap is None else jax.vjp(self.cap, products)[1](d_logits)[0]
 
     def rows(self, targets: Int[Array, "*N"]) -> tuple[Int[Array, "*N"], Bool[Array, "*N"]]:
-        """The row of each target in this shard, and whether it is in it; of others row 0."""
+        """The row of each target in this shard, 0 for those of others, and whether it is here."""
         rows = targets - self.first
         is_here = (rows >= 0) & (rows < len(self.embedding))
         return jnp.where(is_here, rows, 0), is_here
@@ -418,7 +420,7 @@ def _losses(
 
 
 _MOST_NATS = 75.0
-"""Of a logit beyond its target's: with it the sum over a vocabulary is finite in float32."""
+"""Largest difference of a logit and its target's: a sum of a vocabulary is finite in float32."""
 
 
 def _losses_and_gradients(
@@ -428,32 +430,34 @@ def _losses_and_gradients(
     targets: Int[Array, " C"],
     weights: Float[Array, " C"],
 ) -> tuple[Float[Array, " C"], Float[Array, "C D"], Float[Array, "V D"]]:
-    """Losses of a chunk, and the gradient of their weighted sum to x and to the embedding; in this
-    one `gradient_of_rows` is left out.
+    """Losses of a chunk, and the gradient of their weighted sum to x and to the embedding, the
+    latter without `gradient_of_rows`.
 
     With s = exp(logit - target's logit) a loss is log(sum s), and the gradient to a logit s / sum
-    s, less 1 at the target. The target's logit is known before all others, so s is computed at the
-    end of their product, and no logits are written.
+    s, less 1 at the target. The target's logit is known before all others, so s is computed in the
+    epilogue of their product, and no logits are written.
     """
     platform = ambient_platform()
     if platform == "tpu":
         # Else both products would read the chunk out of all tokens, in windows so small that the
-        # shares are computed twice: by the compiler's clock a third more for XL.
+        # exponentials are computed twice: by the compiler's clock a third more for XL.
         x = jax.lax.optimization_barrier(x)
     products = vocab.products(x)
     wide = products.dtype
     relative = vocab.logits(products) - vocab.capped(target_products)[:, None]
-    shares = jnp.exp(jnp.minimum(relative, _MOST_NATS))
+    exponentials = jnp.exp(jnp.minimum(relative, _MOST_NATS))
     # Rounded, as products run at the rate of their wider type. On GPUs before they are summed: else
     # XLA would write the logits for the sum.
     if platform in GPUS:
-        rounded = jax.lax.optimization_barrier(shares.astype(x.dtype))
+        rounded = jax.lax.optimization_barrier(exponentials.astype(x.dtype))
         total = rounded.astype(wide).sum(-1)
     else:
-        rounded, total = jax.lax.optimization_barrier((shares.astype(x.dtype), shares.sum(-1)))
+        rounded, total = jax.lax.optimization_barrier(
+            (exponentials.astype(x.dtype), exponentials.sum(-1))
+        )
     total = vocab.over_shards(jax.lax.psum, total)
     if vocab.cap is not None:
-        rounded = vocab.slopes(products, shares).astype(x.dtype)
+        rounded = vocab.slopes(products, exponentials).astype(x.dtype)
     scale = (weights / total)[:, None]
     target_slopes = vocab.slopes(target_products, total)[:, None]
     x_grad = wide_product(rounded, vocab.embedding) - target_slopes * vocab.vectors(targets, wide)

@@ -23,7 +23,7 @@ How it works:
 * All heads of a tile are read, then computed, then written, so that the compiler runs the products
   of one beside the exponentials of the other.
 * Where the number of heads of 64 is odd, the last tile's other half is garbage, NaN in the
-  interpreter; no slice of it reaches a kept number.
+  interpreter; no slice of it reaches a result.
 * VMEM: 4 MB forward and 7 MB backward at 1,024 tokens in bfloat16, 7 and 15 MB at 4,096, 11 and 26
   at 8,192. Beyond the usual limit of 16 MB the kernels ask for more.
 
@@ -59,7 +59,7 @@ Ids = Int[Array, "B T"]
 
 @dataclass(frozen=True)
 class _Kernel:
-    """What does not change with the data."""
+    """Constants of a kernel."""
 
     head_dim: int
     residual_name: str
@@ -68,7 +68,7 @@ class _Kernel:
 
     @property
     def heads(self) -> range:
-        """Of a tile."""
+        """Numbers of the heads of a tile."""
         return range(_LANES // self.head_dim)
 
     def lanes(self, x: jax.Array, head: int) -> jax.Array:
@@ -99,8 +99,8 @@ def flat_attention(
       v: values.
       segment_ids: a token attends only to tokens of its own segment; None is one segment a row.
       head_dim: K, 64 or 128.
-      residual_name: under which a remat policy keeps what the backward pass needs: the result and
-        the logarithm of each query's softmax denominator.
+      residual_name: name by which a remat policy saves the residuals of the backward pass: the
+        result and the logarithm of each query's softmax denominator.
       block: tokens of a block, a multiple of 128. Smaller ones compute fewer logits that the mask
         drops, and take longer.
       interpret: run the kernel on a CPU, slowly, for tests.
@@ -344,12 +344,12 @@ def _backward_kernel(*refs: Any, kernel: _Kernel, has_segments: bool) -> None:
 
 
 def _tokens(first: Any, size: int) -> Any:
-    """So many tokens from the first on, which begins a tile."""
+    """A slice of `size` tokens from `first` on, which begins a tile."""
     return pl.ds(pl.multiple_of(first, _LANES), size)
 
 
 def _halves(block: int) -> list[tuple[int, int]]:
-    """Where the parts of a block on the diagonal begin, and their sizes: whole tiles."""
+    """First token and size of each part of a block on the diagonal: whole tiles."""
     half = block // 2
     return [(0, block)] if half % _LANES else [(0, half), (half, half)]
 

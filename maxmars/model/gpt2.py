@@ -108,9 +108,9 @@ class LayerNorm(nnx.Module):
         return y.astype(self.config.compute_dtype)
 
 
-def _once_more(residuals: Any) -> Any:
-    """What a backward pass computes with again, such that XLA does so on GPUs: it would else take
-    the results of the forward pass, the tanh of a GELU for one, which are arrays as large as x."""
+def _recomputed(residuals: Any) -> Any:
+    """Residuals from which a backward pass recomputes. Without the barrier XLA on GPUs would store
+    results of the forward pass, such as the tanh of a GELU, in arrays as large as x."""
     return jax.lax.optimization_barrier(residuals) if ambient_platform() in GPUS else residuals
 
 
@@ -161,7 +161,7 @@ def _normalized_bwd(epsilon: float, residuals: Any, d_y: jax.Array) -> tuple[Any
     # From the mean and the deviation of each token; what differentiation would keep instead makes
     # XLA write the terms of the scale's gradient to memory: 2 % of a step of small on an H200.
     x, scale, mean, inverse = residuals
-    x, mean, inverse = _once_more((x, mean, inverse))
+    x, mean, inverse = _recomputed((x, mean, inverse))
     normal = (x.astype(mean.dtype) - mean) * inverse
     d_scale = (d_y * normal).sum(range(x.ndim - 1))
     d_normal = d_y * scale
@@ -209,7 +209,7 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
         """Contract the last axes of x with the kernel, in x's dtype."""
-        kernel = self.in_type(x.dtype)
+        kernel = self.cast_kernel(x.dtype)
         leading, inputs = x.shape[: -self.num_inputs], x.shape[-self.num_inputs :]
         # All tokens on one axis: where a kernel's gradient contracts B and T as two axes, XLA's CPU
         # backend writes the activations out transposed, element by element (0.4 times the rate).
@@ -225,15 +225,15 @@ class Linear(nnx.Module):
             y = (y + self.bias[...]).astype(x.dtype)
         return y
 
-    def in_type(self, dtype: Any) -> Float[Array, ...]:
-        """The kernel in the type of the products, whole over `fsdp`."""
+    def cast_kernel(self, dtype: Any) -> Float[Array, ...]:
+        """The kernel in the dtype of the products, gathered over `fsdp`."""
         return gathered(self.kernel[...].astype(dtype), self.axes)
 
     def flat(self, x: Float[Array, "*B N"]) -> Float[Array, "*B D"]:
         """Contract the one last axis of x, which holds those of the kernel's inputs side by side,
         to one axis."""
         # Without the barrier XLA transposes x to lay the kernel's gradient out by the inputs' axes.
-        kernel = self.in_type(x.dtype).reshape(x.shape[-1], -1)
+        kernel = self.cast_kernel(x.dtype).reshape(x.shape[-1], -1)
         y = x.reshape(-1, x.shape[-1]) @ jax.lax.optimization_barrier(kernel)
         y = y.reshape(*x.shape[:-1], -1)
         return (y + self.bias[...]).astype(x.dtype) if self.config.use_bias else y
@@ -270,7 +270,7 @@ class Attention(nnx.Module):
         # Without the barriers XLA lays the kernel's gradient out as [D, 3, H, K], for which it
         # transposes x and the gradients of queries, keys and values. On GPUs the second is enough,
         # and the kernel is cast and cut at once.
-        kernel = self.c_attn.in_type(x.dtype)
+        kernel = self.c_attn.cast_kernel(x.dtype)
         if ambient_platform() not in GPUS:
             kernel = jax.lax.optimization_barrier(kernel)
         projections = []
@@ -310,7 +310,7 @@ def _gelu_fwd(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     return y, vjp(jnp.ones_like(x))[0]
 
 
-_gelu.defvjp(_gelu_fwd, lambda slope, d_y: (d_y * _once_more(slope),))
+_gelu.defvjp(_gelu_fwd, lambda slope, d_y: (d_y * _recomputed(slope),))
 
 
 class Block(nnx.Module):
@@ -327,12 +327,12 @@ class Block(nnx.Module):
         x: Float[Array, "B T D"],
         layer_index: Int[Array, ""],
         attend: Attend | FlatAttend,
-        drop: Callable[[jax.Array, int], jax.Array] = lambda y, place: y,
+        drop: Callable[[jax.Array, int], jax.Array] = lambda y, site: y,
     ) -> Float[Array, "B T D"]:
         """Add attention and MLP to the residual stream x; see `Attention`. `drop` is dropout of an
-        array at one of the block's places, which are numbered."""
+        array at one of the block's sites, which are numbered."""
         # Behind a barrier on GPUs, where XLA adds to the end of a product what has no past.
-        x = _in_rows(_once_more(constrain(x, "batch", "length", None)))
+        x = _in_rows(_recomputed(constrain(x, "batch", "length", None)))
         x = _in_rows(x + drop(self.attn(_in_rows(self.ln_1(x)), layer_index, attend), 0))
         width = x.shape[-1]
         y = drop(self.mlp(_written(_in_rows(self.ln_2(x)), width)), 1)
@@ -386,7 +386,7 @@ class GPT2(nnx.Module):
         self.h = blocks(rngs.split(config.num_layers))
         self.ln_f = LayerNorm(config)
 
-    # By which `generate` keeps keys and values; see `LanguageModel`.
+    # With these `generate` caches keys and values; see `LanguageModel`.
     prefill, decode = kv_cache.prefill, kv_cache.decode
 
     def __call__(
@@ -417,13 +417,13 @@ class GPT2(nnx.Module):
         is_flat = continuation_ids is None and takes_flat(config)
 
         def block(x: jax.Array, layer: tuple[Block, jax.Array]) -> tuple[jax.Array, None]:
-            def drop(y: jax.Array, place: int) -> jax.Array:
+            def drop(y: jax.Array, site: int) -> jax.Array:
                 if dropout_keys is None:
                     return y
-                return _dropped(y, config.dropout, dropout_keys, layer[1], place)
+                return _dropped(y, config.dropout, dropout_keys, layer[1], site)
 
             def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
-                drop_weights = functools.partial(drop, place=2)
+                drop_weights = functools.partial(drop, site=2)
                 return attention(
                     config, q, k, v, scale, segment_ids, continuation_ids, drop_weights
                 )
@@ -442,7 +442,7 @@ class GPT2(nnx.Module):
         positions: Int[Array, "B T"],
         continuation_ids: Int[Array, "B T"],
     ) -> Float[Array, "B T D"]:
-        """The same of rows of a context and its continuations; see `LanguageModule`."""
+        """The residual stream of rows of a context and its continuations; see `LanguageModule`."""
         return self(tokens, positions=positions, continuation_ids=continuation_ids)
 
     def embed(
@@ -491,17 +491,17 @@ def _add_positions(x: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def _dropped(
-    x: Float[Array, "B ..."], share: float, keys: Key[Array, " B"], *place: int | jax.Array
+    x: Float[Array, "B ..."], rate: float, keys: Key[Array, " B"], *site: int | jax.Array
 ) -> Float[Array, "B ..."]:
-    """x with this share of its numbers zero and the others larger, so that the mean stays. A row's
-    key and the place in the model decide alone, so that every mesh draws the same."""
+    """x with dropout at this rate. A row's key and the site in the model alone decide what is
+    dropped, so that every mesh draws the same."""
 
-    def kept(key: jax.Array) -> jax.Array:
+    def keep_mask(key: jax.Array) -> jax.Array:
         return jax.random.bernoulli(
-            functools.reduce(jax.random.fold_in, place, key), 1 - share, x.shape[1:]
+            functools.reduce(jax.random.fold_in, site, key), 1 - rate, x.shape[1:]
         )
 
-    return jnp.where(jax.vmap(kept)(keys), x / (1 - share), 0)
+    return jnp.where(jax.vmap(keep_mask)(keys), x / (1 - rate), 0)
 
 
 def _residual_std(config: GPT2Config) -> float:
@@ -531,6 +531,6 @@ def _remat(block: Any, config: GPT2Config, unroll: int) -> Any:
             policy = policies.save_from_both_policies(
                 policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(RESIDUALS)
             )
-    # Only a loop keeps XLA from taking what the forward pass computed, in place of doing so again.
+    # Outside of a loop, XLA would merge the recomputation with the forward pass and store results.
     is_loop = unroll < config.num_layers
     return jax.checkpoint(block, policy=policy, prevent_cse=not is_loop)

@@ -50,7 +50,7 @@ class Snapshot:
 
     @property
     def name(self) -> str:
-        """For people: OWNER/NAME and the first digits of the commit."""
+        """Text for people: OWNER/NAME and the first digits of the commit."""
         return f"{self.repository}@{self.commit[:7]}"
 
     @property
@@ -68,17 +68,17 @@ def is_on_hub(target: str | os.PathLike[str]) -> bool:
 
 
 def fetch(target: str | os.PathLike[str]) -> Snapshot:
-    """Fetch the files of a model that maxmars reads into the hub's cache; every process calls.
+    """Fetch the files of a model that maxmars reads into the hub's cache; call it in every process.
 
-    Process 0 finds out which commit a branch or tag means, and all processes take that one. Where
-    the hub cannot be reached, it is the commit that was fetched last, and a warning says so. A
-    commit that is named and in the cache needs no hub.
+    Process 0 resolves a branch or tag to a commit, and all processes take that commit. If the hub
+    cannot be reached, it is the commit that was fetched last, and a warning says so. A target with
+    a commit that is in the cache needs no hub.
 
     Raises:
-      ValueError: the target is malformed; or the model is none that maxmars reads, which is found
+      ValueError: the target is malformed; or maxmars does not read such a model, which is checked
         before its weights are fetched.
       OSError: there is no such model or revision, it is gated, or the hub refuses the token; or the
-        hub cannot be reached, and it is not in the cache.
+        hub cannot be reached, and the model is not in the cache.
       ImportError: `huggingface_hub` (extra `hf`) is not installed.
     """
     match = _FORM.fullmatch(os.fspath(target))
@@ -160,8 +160,7 @@ def _check_token() -> None:
 
 @contextlib.contextmanager
 def _in_one_line(what: str) -> Iterator[None]:
-    """Raise as OSError, in one line, what the library raises: it is of many types, and has several
-    lines."""
+    """Raise the library's errors, which have many types and lines, as OSErrors of one line."""
     try:
         yield
     except Exception as error:

@@ -208,11 +208,11 @@ class StoredArray:
     path: Path
     name: str
     dtype: str
-    """As safetensors names it, such as F32."""
+    """Name of the dtype in safetensors, such as F32."""
     shape: tuple[int, ...]
 
     def read(self, *index: slice) -> np.ndarray:
-        """These parts of the first axes, in host memory; without any, the array.
+        """Read these slices of the first axes, or without slices the whole array, into host memory.
 
         Raises:
           ValueError: the file is damaged.
@@ -334,21 +334,22 @@ def _load(
         if key not in parts and layout.stacked:
             parts[key] = np.empty(sharding.shard_shape(abstract.shape), dtype)
             for layer, name in zip(parts[key], layout.names, strict=True):
-                layer[...] = _read(weights[name], abstract.shape[1:], index[1:], dtype)
+                layer[...] = _read_part(weights[name], abstract.shape[1:], index[1:], dtype)
         elif key not in parts:
-            parts[key] = _read(weights[layout.names[0]], abstract.shape, index, dtype)
+            parts[key] = _read_part(weights[layout.names[0]], abstract.shape, index, dtype)
         return parts[key]
 
-    # Waited for, as the host could be many parameters ahead.
+    # Wait: the host would else read many parameters ahead, and hold them.
     return jax.block_until_ready(jax.make_array_from_callback(abstract.shape, sharding, part))
 
 
-def _read(
+def _read_part(
     stored: StoredArray, shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any
 ) -> np.ndarray:
     """A part of one of Hugging Face's arrays, by its index in our shape."""
     start, stop, _ = index[0].indices(shape[0])
     num_rows = stored.shape[0]
+    # An entry of our first axis is several rows of theirs where it is one of two axes (heads).
     rows_in_ours = -(-num_rows // shape[0])  # 1 too where ours has padding at its end
     first, last = (min(row * rows_in_ours, num_rows) for row in (start, stop))
     rows = slice(first, last) if first < last else slice(0)
@@ -358,11 +359,11 @@ def _read(
         values, others = stored.read(rows), index[1:]
     with np.errstate(over="ignore"):  # reported below, by name
         values = values.astype(dtype, copy=False)
-    if wrong := values.size - np.count_nonzero(np.isfinite(values)):
+    if num_bad := values.size - np.count_nonzero(np.isfinite(values)):
         raise ValueError(
-            f"{stored.name} in {stored.path} has {wrong:,} of {values.size:,} numbers that are NaN "
-            f"or infinite in {np.dtype(dtype).name}: the model diverged, or its file is damaged; "
-            "download it again, or take one from before."
+            f"{stored.name} in {stored.path} has {num_bad:,} of {values.size:,} numbers that are "
+            f"NaN or infinite in {np.dtype(dtype).name}: the model diverged, or its file is "
+            "damaged; download it again, or take one from before."
         )
     if others:
         values = values.reshape(-1, *shape[1:])[:, *others]
@@ -373,7 +374,7 @@ def _read(
 
 @contextlib.contextmanager
 def _open(path: Path) -> Generator[Any]:
-    """A safetensors file. Its arrays of bfloat16 are NumPy arrays, whose type comes with JAX."""
+    """Open a safetensors file, with bfloat16 arrays as NumPy's of the dtype that JAX registers."""
     try:
         with safetensors.safe_open(path, "np") as file:
             yield file
@@ -429,12 +430,12 @@ class HFModel:
     """A model as it is written for Hugging Face's libraries."""
 
     fields: dict[str, Any]
-    """Of `config.json`, without the type of the weights; `bos_token_id` and `eos_token_id` may be
-    left out."""
+    """Fields of `config.json`, without the dtype of the weights; `bos_token_id` and `eos_token_id`
+    may be left out."""
     shapes: dict[str, tuple[int, ...]]
-    """Of every array, by name."""
+    """Shape of every array, by name."""
     arrays: Iterable[np.ndarray]
-    """In the order of `shapes`, of any type."""
+    """The arrays in the order of `shapes`, of any dtype."""
 
     @property
     def architecture(self) -> str:
@@ -446,13 +447,15 @@ class HFModel:
         return sum(map(math.prod, self.shapes.values())) * np.dtype(dtype).itemsize
 
 
-def gpt2_model(config: GPT2Config, read: Callable[[HFLayout], Iterable[np.ndarray]]) -> HFModel:
-    """GPT-2 as Hugging Face has it.
+def gpt2_model(
+    config: GPT2Config, arrays_of: Callable[[HFLayout], Iterable[np.ndarray]]
+) -> HFModel:
+    """A GPT-2 in Hugging Face's names and shapes.
 
     Args:
       config: the model.
-      read: gives the arrays of a parameter, one a layer if it is stacked, in our shapes or Hugging
-        Face's. It is not called for the biases of a model without, which are written as zeros.
+      arrays_of: function from a parameter to its arrays, one a layer if it is stacked, in our
+        shapes or Hugging Face's. A model without biases gets zeros, and no call for them.
     """
 
     def arrays() -> Iterator[np.ndarray]:
@@ -460,7 +463,7 @@ def gpt2_model(config: GPT2Config, read: Callable[[HFLayout], Iterable[np.ndarra
             if layout.is_bias and not config.use_bias:
                 yield from (np.zeros(layout.shape, np.float32) for _ in layout.names)
                 continue
-            for values in read(layout):
+            for values in arrays_of(layout):
                 yield values.reshape(-1, *layout.shape[1:])[: layout.shape[0]]
 
     shapes = {
@@ -477,9 +480,9 @@ def write_model(
     ends_of_text: tuple[int, int] | None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> list[Path]:
-    """Write a directory that the model's class in `transformers` loads by `from_pretrained`.
+    """Write weights and `config.json`, which `from_pretrained` of `transformers` loads.
 
-    It gets weights and `config.json`. The host holds the arrays of one file at a time.
+    The host holds the arrays of one file at a time.
 
     Args:
       directory: to write into.
@@ -497,7 +500,7 @@ def write_model(
       ValueError: a weight is beyond the range of `dtype`.
     """
     kind = np.dtype(dtype)
-    files: list[dict[str, int]] = [{}]  # of each file, the size of each array
+    files: list[dict[str, int]] = [{}]  # for each file, array name -> bytes
     for name, shape in model.shapes.items():
         size = math.prod(shape) * kind.itemsize
         if files[-1] and sum(files[-1].values()) + size > max_file_bytes:
@@ -521,7 +524,7 @@ def write_model(
         try:
             # transformers refuses a file without this format.
             safetensors.numpy.save_file(
-                {name: _in_type(name, next(arrays), kind) for name in file},
+                {name: _converted(name, next(arrays), kind) for name in file},
                 path,
                 metadata={"format": "pt"},
             )
@@ -534,7 +537,8 @@ def write_model(
     return paths
 
 
-def _in_type(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+def _converted(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """A weight in the dtype of the file; ValueError if a finite number becomes infinite."""
     with np.errstate(over="ignore"):  # reported below, by name
         stored = np.ascontiguousarray(array.astype(dtype, copy=False))
     if dtype.itemsize < array.dtype.itemsize:

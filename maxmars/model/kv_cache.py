@@ -38,8 +38,9 @@ def prefill(
     """Run prompts through a `GPT2`; see `LanguageModel.prefill`."""
     config = gpt2.config
     prompt_end = lengths.max()
-    # What other slots hold is never seen.
-    taken = jnp.arange(num_slots) - (prompt_end - lengths)[:, None]
+    # All prompts end at one slot: slot s of row b holds position s - (prompt_end - lengths[b]).
+    # Slots without such a position hold anything, and no query sees them.
+    positions = jnp.arange(num_slots) - (prompt_end - lengths)[:, None]
 
     def block(
         x: Float[Array, "B P D"], layer: tuple[Any, Int[Array, ""]]
@@ -47,7 +48,7 @@ def prefill(
         cached = []
 
         def attend(q: Any, k: Any, v: Any, scale: Any) -> jax.Array:
-            cached.extend(_by_heads(_at_slots(y, taken)) for y in (k, v))
+            cached.extend(_by_heads(_at_slots(y, positions)) for y in (k, v))
             return causal_attention(q, k, v, scale)
 
         return layer[0](x, layer[1], attend), cached
@@ -69,6 +70,8 @@ def decode(
     def block(
         x: Float[Array, "B 1 D"], layer: tuple[Any, ...]
     ) -> tuple[Float[Array, "B 1 D"], list[Float[Array, "B H 1 K"]]]:
+        # The new token is a block of its own: the scan then reads the cache alone, and one write
+        # for all layers follows it.
         block, layer_index, cached_keys, cached_values = layer
         cached = []
 
@@ -101,9 +104,9 @@ def _by_heads(x: Float[Array, "B S H K"]) -> Float[Array, "B H S K"]:
     return constrain(x.swapaxes(1, 2), "batch", "heads", None, None)
 
 
-def _at_slots(x: Shaped[Array, "B P *_"], taken: Int[Array, "B S"]) -> Shaped[Array, "B S *_"]:
-    """Slot s of row b takes what `x` has at position `taken[b, s]`, or at the nearest one."""
-    return jax.vmap(lambda row, slots: jnp.take(row, slots, axis=0, mode="clip"))(x, taken)
+def _at_slots(x: Shaped[Array, "B P *_"], positions: Int[Array, "B S"]) -> Shaped[Array, "B S *_"]:
+    """`x` by slots: slot s of row b holds position `positions[b, s]`, or the nearest in range."""
+    return jax.vmap(lambda row, slots: jnp.take(row, slots, axis=0, mode="clip"))(x, positions)
 
 
 def _attend_to_blocks(
@@ -117,6 +120,7 @@ def _attend_to_blocks(
     for keys, _, visible in blocks:
         y = jnp.einsum("bhtk,bhsk->bhts", q, keys, preferred_element_type=wide) * scale
         logits.append(jnp.where(visible[:, None, None], y, jnp.finfo(wide).min))
+    # Only logits are joined: joined keys and values would be a copy of the cache.
     weights = jax.nn.softmax(jnp.concatenate(logits, axis=-1), axis=-1).astype(q.dtype)
     result, start = jnp.zeros_like(q), 0
     for _, values, visible in blocks:

@@ -1,8 +1,8 @@
-"""What every model is to training, evaluation and generation: hidden states, logits, loss.
+"""The interface of models to training, evaluation and generation: hidden states, logits, loss.
 
-A model is a Flax NNX module, `GPT2` or one of the user's own, inside a `LanguageModel`. Everything
-asks modules for the same things, and for more where a module has the method, never for its class.
-Parameters are nested dicts of arrays.
+A model is a Flax NNX module, `GPT2` or one of the user's own, inside a `LanguageModel`. Callers
+need two things of a module and use optional methods where it has them, and never look at its class.
+Parameters are nested dicts of arrays, which `make_model` merges into the module.
 
 Shape letters: B batch, T length, D embed, V padded vocabulary, P shards of the batch; of a cache P
 tokens of the longest prompt, padded, and S slots.
@@ -32,10 +32,10 @@ from maxmars.model.parameters import Parameters, abstract_module
 
 
 class LanguageModule(Protocol):
-    """What a module has, an `nnx.Module` all of whose state is `nnx.Param`s.
+    """Protocol of a module: an `nnx.Module` all of whose state is `nnx.Param`s.
 
-    `output_embedding` and the call are required. A module that has one of the methods below is
-    asked to compute by it what is else computed by calls for whole rows. Besides it may have:
+    `output_embedding` and the call are required. The methods are optional, and replace calls for
+    whole rows where a module has them. It may also have these attributes:
 
     cap_logits: a function of each logit without parameters, such as 30 tanh(logits / 30), which
       loss, evaluation and generation apply. A head with a bias has it as one more column of
@@ -99,10 +99,10 @@ Window = Int[Array, "B window"]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """What a model stores of the tokens of every row."""
+    """Stored state of the tokens of every row."""
 
     module_cache: Any
-    """What the module's `prefill` and `decode` return, or else the tokens, int32 [B, S]."""
+    """The cache of the module's `prefill` and `decode`; without these the tokens, int32 [B, S]."""
     lengths: Int[Array, " B"]
     """Tokens of each prompt."""
     num_new: Int[Array, ""]
@@ -143,7 +143,7 @@ class LanguageModel:
         positions: Int[Array, "B T"] | None = None,
         **others: Array,
     ) -> Float[Array, "B T D"]:
-        """What the module returns: the last hidden states, before the output head.
+        """The last hidden states, before the output head, as the module returns them.
 
         Args:
           tokens: token ids.
@@ -245,6 +245,7 @@ class LanguageModel:
     def _last_hidden(
         self, tokens: Int[Array, "B S"], lengths: Int[Array, " B"]
     ) -> Float[Array, "B D"]:
+        """Hidden states of each row's last token, of a module without a cache: whole rows."""
         last = jnp.minimum(lengths, tokens.shape[1]) - 1
         return jnp.take_along_axis(self.hidden(tokens), last[:, None, None], axis=1)[:, 0]
 
@@ -253,7 +254,8 @@ class LanguageModel:
 
 
 def make_model(config: ModelConfig, params: Any) -> LanguageModel:
-    """The model with these parameters, a nested dict of arrays; also inside `jax.jit`."""
+    """The model with these parameters, a nested dict of arrays; also inside of `jax.jit`."""
+    # Merging costs nothing in a trace, so that all else can treat parameters as plain trees.
     return LanguageModel(config, nnx.merge(_graph(config), params))
 
 
@@ -264,7 +266,7 @@ def _graph(config: ModelConfig) -> nnx.GraphDef:
 
 @functools.cache
 def check_model(parameters: Parameters) -> None:
-    """Find by shapes alone whether a module of the user's own can be trained on a mesh.
+    """Check by shapes alone that a module of the user's own can be trained on a mesh.
 
     Raises:
       FileNotFoundError, ValueError: it is not as it should be, or the mesh does not divide it. Any
@@ -274,8 +276,9 @@ def check_model(parameters: Parameters) -> None:
     if not isinstance(config, ModuleConfig):
         return
     with in_one_line(config):
-        _ = parameters.shardings
+        _ = parameters.shardings  # raises if the mesh does not divide a parameter
     name = type(abstract_module(config)).__name__
+    # The fewest rows that the mesh divides. Nothing is computed, so tokens serve as lengths too.
     rows, length = batch_shards(mesh), config.max_seq_len
     tokens = jax.ShapeDtypeStruct((rows, length), jnp.int32)
 
@@ -352,14 +355,14 @@ def mean_loss(
     Args:
       model: the model.
       tokens: each token but the first of a row is predicted from those before it.
-      mask: factor of each token's loss; that of a row's first token is not used. The mean is over
-        all predicted tokens, so a mask whose mean is 1 gives the mean over the tokens that count.
-        None counts all.
+      mask: factor of each token's loss; a row's first factor is not used. The mean is over all
+        predicted tokens, so a mask whose mean is 1 gives the mean over the tokens that count. None
+        counts all.
       segment_ids: see `LanguageModel.hidden`. They do not change the mask: the first token of a
         segment is predicted from the segment before it, and counts unless the mask says otherwise.
       positions: see `LanguageModel.hidden`.
-      uniforms: random numbers from [0, 1), by which the targets are then drawn from the model's own
-        predictions, which count as constants, and are not `tokens`. The squares of such gradients
+      uniforms: random numbers from [0, 1). If given, targets are not `tokens`, but drawn by them
+        from the model's own predictions, which count as constants. The squares of such gradients
         estimate the diagonal of the Gauss-Newton matrix.
       dropout_keys: see `LanguageModule`.
     """
@@ -368,7 +371,7 @@ def mean_loss(
     x, tables = _hidden_and_tables(model, tokens, rows, **others)
     size, wide = model.config.vocab_size, jnp.promote_types(x.dtype, jnp.float32)
     targets, cap = tokens[:, 1:], model.cap_logits
-    if uniforms is not None:
+    if uniforms is not None:  # draws are integers, through which no gradient is to be traced
         constants = jax.lax.stop_gradient((x, tables))
         targets = cross_entropy.draw_targets(*constants, uniforms, size, cap=cap)
     weights = None if mask is None else mask[:, 1:].astype(wide)

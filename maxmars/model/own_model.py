@@ -1,4 +1,4 @@
-"""Models of the user's own: a Flax NNX module made by a function, and what is asked of it.
+"""Models of the user's own: a Flax NNX module that a function makes, and the checks of it.
 
 See `ModuleConfig` for the function, and `language_model.LanguageModule` for the module. Three
 things are checked: its only state is parameters, each of these names its axes (`make_module`), and
@@ -26,26 +26,26 @@ from maxmars.optim.nnx import given_specs, stacked
 _NAMES = [f.name for f in dataclasses.fields(ShardingRules) if f.name not in ("batch", "length")]
 
 
-def wrong(config: ModuleConfig, problem: str) -> ValueError:
+def module_error(config: ModuleConfig, problem: str) -> ValueError:
     """An error of a module of the user's own."""
     return ValueError(f"model.make={config.make!r}: {problem}.")
 
 
 @contextlib.contextmanager
 def in_one_line(config: ModuleConfig) -> Iterator[None]:
-    """Raise as ValueError, in one line, what Python, Flax or JAX raises where a module is used. An
-    error that a line of the user's own file raises is left as it is: its trace shows the bug."""
+    """Raise errors of Python, Flax or JAX about a module as ValueErrors of one line. An error from
+    the user's own file stays as it is: its trace shows the bug."""
     try:
         yield
     except Exception as error:
         if place_in_own_file(error) is not None:
             raise
-        raise wrong(config, " ".join(in_words(error).split()).removesuffix(".")) from error
+        raise module_error(config, " ".join(in_words(error).split()).removesuffix(".")) from error
 
 
 def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
-    """The module that the user's function makes. The metadata of each of its parameters
-    holds the names of its axes, `axes`, and its `matrix_spec`.
+    """Make the module by the user's function. Each parameter's metadata then holds the names of its
+    axes, `axes`, and its `matrix_spec`.
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
@@ -58,10 +58,10 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
     with in_one_line(config), about(called), nnx.use_eager_sharding(False):
         module = make(**sizes, **config.options)
     if not isinstance(module, nnx.Module):
-        raise wrong(config, f"it returned a {type(module).__name__}, not a flax.nnx.Module")
+        raise module_error(config, f"it returned a {type(module).__name__}, not a flax.nnx.Module")
     _, params, others = nnx.split(module, nnx.Param, ...)
     for path, _ in nnx.to_flat_state(others):
-        raise wrong(
+        raise module_error(
             config,
             f"{_dotted(path)} is no nnx.Param, and a checkpoint holds parameters alone; "
             "make it an nnx.Param, or make it where it is used",
@@ -70,7 +70,7 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
     for path, variable in nnx.to_flat_state(params):
         axes, shape = tuple(variable.get_metadata().get("out_sharding") or ()), variable.shape
         if len(axes) != len(shape) or 0 in shape or not {*axes} <= {None, *_NAMES}:
-            raise wrong(
+            raise module_error(
                 config,
                 f"{_dotted(path)} has the shape {list(shape)} and the axis names {list(axes)}; "
                 f"each needs a size above zero and a name: {', '.join(_NAMES)}, or None if it is "
@@ -82,18 +82,18 @@ def make_module(config: ModuleConfig, rngs: nnx.Rngs) -> nnx.Module:
             spec = _spec_of_names(config, _dotted(path), axes, shape)
         else:
             spec = _vector(axes) if (own := given[path]) is None else stacked(own, len(axes))
-        # Without Flax's name, which it takes for axes of the mesh wherever there is one.
+        # Flax would take names in `out_sharding` for axes of the mesh wherever there is one.
         variable.set_metadata(axes=axes, out_sharding=None, matrix_spec=spec)
-    _put_remat(config, module)
+    _set_remat(config, module)
     return module
 
 
-def _put_remat(config: ModuleConfig, module: Any) -> None:
+def _set_remat(config: ModuleConfig, module: Any) -> None:
     if config.remat is None:
         return  # a module may have chosen its own
     policies = tuple(getattr(module, "remat_policies", None) or ())
     if not policies or config.remat not in ("auto", *policies):
-        raise wrong(
+        raise module_error(
             config,
             f"model.remat={config.remat!r} is none of the remat_policies of the "
             f"{type(module).__name__}: {', '.join((*policies, 'auto')) if policies else 'none'}",
@@ -114,7 +114,7 @@ def _vector(axes: tuple[str | None, ...]) -> MatrixSpec:
 def _spec_of_names(
     config: ModuleConfig, name: str, axes: tuple[str | None, ...], shape: tuple[int, ...]
 ) -> MatrixSpec:
-    """What the names of a parameter's axes say, `layers` aside:
+    """The spec that the names of a parameter's axes imply, `layers` aside:
 
     * an axis `vocab` or `positions` and others: an embedding, which maps from the others in a head;
     * `embed` first or last, and others: a matrix, which maps from `embed` or to it;
@@ -134,7 +134,7 @@ def _spec_of_names(
         return MatrixSpec(batch=batch, rows=dims[:1], cols=dims[1:])
     if names[-1] == "embed":
         return MatrixSpec(batch=batch, rows=dims[:-1], cols=dims[-1:])
-    raise wrong(
+    raise module_error(
         config,
         f"the axes {list(axes)} of {name} do not say whether it is a matrix: neither the first nor "
         "the last one is embed; say so in the parameter's metadata, matrix_spec=MatrixSpec(...), "

@@ -1,7 +1,7 @@
-"""What the parameters of a model are: shapes, named axes, shardings, matrices, kinds and count.
+"""Facts about a model's parameters: shapes, named axes, shardings, matrices, kinds and count.
 
 `Parameters` derives each of them once, from shapes alone. Whoever opens a run, a plan or a model
-makes one and hands it on. What matrix a parameter is, its layer says; its kind and its component
+makes one and hands it on. A parameter's layer says which matrix it is; its kind and its component
 of the model follow from that and from the names of its axes, never from its path.
 """
 
@@ -56,28 +56,28 @@ def _make_module(config: ModelConfig, seed: int | jax.Array) -> nnx.Module:
 
 @dataclass(frozen=True)
 class Parameters:
-    """The parameters of a model. Trees are nested dicts like the parameters.
+    """The parameters of a model. Trees are nested dicts, with an entry for each parameter.
 
     They are the same for any `compute_dtype` and `remat`, which a run may still have to choose.
 
-    Raises, where something is asked for the first time:
+    Raises, at the first access of a property:
       FileNotFoundError, ValueError: a module of the user's own is not as it should be.
     """
 
     model: ModelConfig
     mesh: Any = None
-    """The `Mesh` that they lie on; None of one device."""
+    """The `Mesh` that the parameters lie on; None for one device."""
 
     @functools.cached_property
     def abstract(self) -> dict[str, Any]:
-        """A `jax.ShapeDtypeStruct` of each, without sharding."""
+        """Shapes and dtypes, as `jax.ShapeDtypeStruct`s without sharding."""
         state = nnx.to_pure_dict(nnx.state(abstract_module(self.model), nnx.Param))
         # Under `jax.set_mesh` the shapes carry shardings on an abstract mesh.
         return jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype), state)
 
     @functools.cached_property
     def axes(self) -> dict[str, Any]:
-        """The names of the axes of each, a tuple of str or None.
+        """Names of the axes, a tuple of str or None for each parameter.
 
         Names: layers, embed, qkv, heads, head_dim, mlp, vocab, positions, norm.
         """
@@ -88,7 +88,7 @@ class Parameters:
 
     @functools.cached_property
     def shardings(self) -> dict[str, Any]:
-        """The `NamedSharding` of each over the mesh, which there must be, by `sharding.RULES`.
+        """`NamedSharding`s over the mesh, which must be given, by `sharding.RULES`.
 
         Raises:
           ValueError: the mesh does not divide a parameter.
@@ -110,25 +110,24 @@ class Parameters:
         return jax.tree.map_with_path(sharding, self.abstract, self.axes)
 
     @functools.cached_property
-    def on_mesh(self) -> dict[str, Any]:
+    def sharded(self) -> dict[str, Any]:
         """`abstract` with `shardings`."""
         return with_shardings(self.abstract, self.shardings)
 
     @functools.cached_property
     def specs(self) -> dict[str, Any]:
-        """The `MatrixSpec` of each, as its layer says it; on a mesh with its partition by
-        `sharding.RULES`."""
+        """`MatrixSpec`s, as the layers say them; on a mesh with partitions by `sharding.RULES`."""
         flat = nnx.to_flat_state(nnx.state(abstract_module(self.model), nnx.Param))
-        said = nnx.traversals.unflatten_mapping(
+        by_layer = nnx.traversals.unflatten_mapping(
             {path: stacked(v.get_metadata("matrix_spec"), v.ndim) for path, v in flat}
         )
         if self.mesh is None:
-            return said
+            return by_layer
 
-        def on_mesh(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
+        def partitioned(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
             return dataclasses.replace(spec, partition=RULES.spec(*axes))
 
-        return jax.tree.map(on_mesh, said, self.axes)
+        return jax.tree.map(partitioned, by_layer, self.axes)
 
     def split_specs(self, qkv: Literal["fused", "qkv", "heads"]) -> dict[str, Any]:
         """`specs` where the attention's input projection is one matrix ("fused"), three for
@@ -136,6 +135,7 @@ class Parameters:
         names = {"fused": (), "qkv": ("qkv",), "heads": ("qkv", "heads")}[qkv]
 
         def split(spec: MatrixSpec, axes: _Names) -> MatrixSpec:
+            # A module's own spec may say how its projection is split.
             if not spec.is_matrix or "qkv" not in axes or spec.split:
                 return spec
             split_axes = tuple(axis for axis in spec.inner if axes[axis] in names)
@@ -145,12 +145,12 @@ class Parameters:
 
     @functools.cached_property
     def kinds(self) -> dict[str, Any]:
-        """The kind of each: matrix, embedding or vector."""
+        """Kinds: matrix, embedding or vector."""
         return jax.tree.map(lambda spec: spec.kind, self.specs)
 
     @functools.cached_property
     def components(self) -> dict[str, Any]:
-        """The component of the model that each belongs to, one of `COMPONENTS`."""
+        """Components of the model, each one of `COMPONENTS`."""
 
         def component(kind: str, axes: _Names) -> str:
             if kind != "matrix":
@@ -167,18 +167,17 @@ class Parameters:
 
     @functools.cached_property
     def count(self) -> int:
-        """How many numbers they are, tied embeddings counted once, vocabulary padding included."""
+        """Number of parameters, tied embeddings counted once, vocabulary padding included."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract))
 
     @functools.cached_property
     def flops_per_token(self) -> int:
         """FLOPs of forward and backward pass a token: 6 N + 12 A T, as in PaLM (2204.02311, B).
 
-        N are all parameters; of several tables of the vocabulary only the largest counts, since the
-        input embedding of a model with a head of its own multiplies nothing. T is `max_seq_len`. A,
-        the width of attention summed over the layers (L d in GPT-2), is that of the parameters
-        whose axes end with heads, head_dim, embed; attention without such a projection counts
-        nothing.
+        N is the number of parameters; of several tables of the vocabulary only the largest counts,
+        since an input embedding beside an output head is looked up and multiplies nothing. T is
+        `max_seq_len`. A is the width of attention, summed over the layers (L d in GPT-2) that have
+        a parameter whose axes end with heads, head_dim, embed.
         """
         tables, width = [0], 0
         names = jax.tree.leaves(self.axes, is_leaf=lambda x: isinstance(x, tuple))

@@ -367,7 +367,7 @@ def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> tuple[Matri
     specs = jax.tree.leaves(parameters.split_specs(optimizer.qkv))
     orthogonalized = [
         (leaf, spec)
-        for leaf, rule, spec in zip(jax.tree.leaves(parameters.on_mesh), rules, specs, strict=True)
+        for leaf, rule, spec in zip(jax.tree.leaves(parameters.sharded), rules, specs, strict=True)
         if rule.orthogonalizes
     ]
     if not orthogonalized:

@@ -431,7 +431,7 @@ def opt_state_shardings(optimizer: OptimizerConfig, parameters: Parameters, opt_
     An array of the state takes its parameter's sharding; only SOAP's bases lie with the devices
     that own their matrices.
     """
-    like, mesh = like_params(opt_state, parameters.on_mesh), parameters.mesh
+    like, mesh = like_params(opt_state, parameters.sharded), parameters.mesh
     if not isinstance(optimizer, SoapConfig) or mesh.size == 1:
         return like
     own = soap_shardings(opt_state, mesh, parameters.specs)

@@ -143,7 +143,7 @@ def abstract_train_state(config: TrainConfig, parameters: Parameters) -> TrainSt
         _hyperparams(config, parameters),
     )
     opt_state = opt_state_shardings(config.optimizer, parameters, abstract.opt_state)
-    shardings = sharding.like_params(abstract, parameters.on_mesh)
+    shardings = sharding.like_params(abstract, parameters.sharded)
     return sharding.with_shardings(abstract, dataclasses.replace(shardings, opt_state=opt_state))
 
 
