@@ -25,8 +25,8 @@ import numpy as np
 from maxmars.compare.curves import TRAINING_LOSS, VALIDATION_LOSS, Line, shown_names
 from maxmars.compare.grids import Number
 from maxmars.compare.statistics import CONFIDENCE, Interval
-from maxmars.compare.summary import Tried
-from maxmars.compare.tables import folded
+from maxmars.compare.summary import TriedSetting
+from maxmars.compare.tables import fold_name
 from maxmars.config.errors import pip_install
 from maxmars.config.numbers import duration, short
 
@@ -132,7 +132,7 @@ def draw_lines(
 
 
 def draw_tuning(
-    settings: Mapping[str, Sequence[Tried]], path: Path, field: str, *, note: str = ""
+    settings: Mapping[str, Sequence[TriedSetting]], path: Path, field: str, *, note: str = ""
 ) -> bool:
     """Draw final losses against the values of a field: a small mark a run, a line through the means
     of the settings that differ in this field alone, with large marks where several seeds make the
@@ -413,7 +413,7 @@ def _style(number: int) -> dict[str, Any]:
 def _label(name: str, width: int = _NAME_WIDTH) -> str:
     """A name as matplotlib shows it: folded between words, not as a formula, in a legend also after
     a `_`."""
-    name = "\n".join(folded(name, width)) or name
+    name = "\n".join(fold_name(name, width)) or name
     text = name.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 

@@ -20,8 +20,8 @@ from maxmars.config.optimizer import OptaxConfig
 LEARNING_RATE, WARMUP = "learning_rate", "warmup"
 
 _RATE_FACTORS = (0.5, 1.0, 2.0, 4.0)
-_REACH = 8  # values beyond each end of a grid that the search may go to
-_BEFORE_ZERO = 2  # and how many follow below where 0 is the lowest value
+_NUM_BEYOND = 8  # values by which the search may leave each end of a grid
+_NUM_ABOVE_ZERO = 2  # those below a grid where 0 is allowed and comes next
 _FACTORS = {"weight_decay": 3.0, "vector_weight_decay": 3.0, "eps": 10.0}
 _DECAY_DISTANCES = tuple(m * 10.0**-k for k in range(1, 5) for m in (5, 2, 1))  # 1 - b
 _DECAY_NAME = re.compile(r"(\w+_)?(b|beta_?)\d?|(\w+_)?momentum")
@@ -103,20 +103,20 @@ def make_grid(
     own = value_of(config, field)
     if own is None:
         return None
-    whole, factors = isinstance(own, int), _RATE_FACTORS
+    is_integer, factors = isinstance(own, int), _RATE_FACTORS
     if start is not None:
-        own, factors = _number(start, whole), _RATE_FACTORS[:3]
+        own, factors = _number(start, is_integer), _RATE_FACTORS[:3]
     for value in given:
-        if whole and value != round(value):
+        if is_integer and value != round(value):
             raise ValueError(f"{field}={value:g} must be an integer.")
         if value < 0:
             raise ValueError(f"{field}={value:g} must not be negative.")
-        with_values(config, {field: _number(value, whole)})
-    is_decay = not whole and field != LEARNING_RATE and _is_decay(config, field)
+        with_values(config, {field: _number(value, is_integer)})  # raises if the config refuses it
+    is_decay = not is_integer and field != LEARNING_RATE and _is_decay(config, field)
     if is_decay and not all(value < 1 for value in given):
         raise ValueError(f"{field}={max(given):g} must be below 1, as it is a decay.")
     if field == LEARNING_RATE:
-        scanned = tuple(sorted(_number(v, whole) for v in given or (own * f for f in factors)))
+        scanned = tuple(sorted(_number(v, is_integer) for v in given or (own * f for f in factors)))
         values = _extended(scanned, 2.0)
     elif is_decay:
         # What matters is the memory of 1 / (1 - b) steps: 10, 20, 50 for 0.9, 0.95, 0.98. So the
@@ -125,37 +125,40 @@ def make_grid(
         values = [1 - d for d in (_extended(distances, 2.0) if given else distances)]
         scanned = (min(given or values, key=lambda v: abs(v - own)),)
     else:
-        start = own or (max(1, config.num_steps // 50) if whole else 0.3)
-        has_zero = 0 in given if given else _allows(config, field, _number(0, whole))
+        # Factors lead nowhere from 0: the steps then begin at a usual warmup or decay.
+        start = own or (max(1, config.num_steps // 50) if is_integer else 0.3)
+        has_zero = 0 in given if given else _allows(config, field, _number(0, is_integer))
         positive = sorted(v for v in given if v > 0) or [start]
-        values = _extended(positive, _FACTORS.get(field, 2.0), _BEFORE_ZERO if has_zero else _REACH)
+        values = _extended(
+            positive, _FACTORS.get(field, 2.0), _NUM_ABOVE_ZERO if has_zero else _NUM_BEYOND
+        )
         values = [0.0, *values] if has_zero else values
         scanned = (min(given or (own,), key=lambda v: abs(v - own)),)
-    numbers = {_number(v, whole) for v in values}
+    numbers = {_number(v, is_integer) for v in values}
     if is_decay:
         numbers = {v for v in numbers if 0 <= v < 1}
     allowed = [v for v in sorted(numbers) if v in scanned or _allows(config, field, v)]
     return Grid(
-        field=field, values=tuple(allowed), scanned=tuple(_number(v, whole) for v in scanned)
+        field=field, values=tuple(allowed), scanned=tuple(_number(v, is_integer) for v in scanned)
     )
 
 
-def _extended(values: Sequence[Number], factor: float, num_below: int = _REACH) -> list[Number]:
-    """Positive, increasing values, and those beyond both ends, in the steps that they end with."""
+def _extended(
+    values: Sequence[Number], factor: float, num_below: int = _NUM_BEYOND
+) -> list[Number]:
+    """Extend positive, increasing values beyond both ends, by the factors between the last two."""
     # 1, 2, 8 go on by the factors of their ends: ..., 0.25, 0.5 | 1, 2, 8 | 32, 128, ...
     low = values[1] / values[0] if len(values) > 1 else factor
     high = values[-1] / values[-2] if len(values) > 1 else factor
     below = [values[0] / low**k for k in range(num_below, 0, -1)]
-    above = [values[-1] * high**k for k in range(1, _REACH + 1)]
+    above = [values[-1] * high**k for k in range(1, _NUM_BEYOND + 1)]
     below, above = ([float(f"{value:.3g}") for value in side] for side in (below, above))
     return [*below, *values, *above]
 
 
 def _is_decay(config: TrainConfig, field: str) -> bool:
-    """Whether the config takes values of the field below 1 only.
-
-    It does not know what an optimizer of the user's own takes, so there the name decides.
-    """
+    """Whether the config takes only values of the field below 1. The name decides for an optimizer
+    of the user's own, which no config checks."""
     own, optimizer = value_of(config, field), config.optimizer
     if own is None or not 0 <= own < 1:
         return False
@@ -165,7 +168,7 @@ def _is_decay(config: TrainConfig, field: str) -> bool:
 
 
 def _allows(config: TrainConfig, field: str, value: Number) -> bool:
-    """Whether the config takes a value; a warmup of most of the run is none that anybody wants."""
+    """Whether the config takes a value. A warmup of more than half of the run is left out."""
     try:
         with_values(config, {field: value})
     except ValueError:
@@ -173,5 +176,5 @@ def _allows(config: TrainConfig, field: str, value: Number) -> bool:
     return field != WARMUP or 2 * value <= config.num_steps
 
 
-def _number(value: Number, whole: bool) -> Number:
-    return round(value) if whole else float(f"{value:.6g}")
+def _number(value: Number, is_integer: bool) -> Number:
+    return round(value) if is_integer else float(f"{value:.6g}")

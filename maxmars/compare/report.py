@@ -1,5 +1,9 @@
 """The report of comparisons: `report.md`, the table of results also as `results.csv` and
-`results.tex` and in 80 columns, `curves.csv` and, with matplotlib, `figures/*`."""
+`results.tex` and in 80 columns, `curves.csv` and, with matplotlib, `figures/*`.
+
+All comes from `Summary`s, one for each size of the model. A table has a row for each contender of
+each comparison, and what needs words beside it is a note: functions that yield sentences.
+"""
 
 from __future__ import annotations
 
@@ -23,19 +27,13 @@ from maxmars.compare.run_report import (
 )
 from maxmars.compare.search import Search
 from maxmars.compare.statistics import CONFIDENCE, Interval
-from maxmars.compare.summary import (
-    EFFECT,
-    MARK_MEANS,
-    Outcome,
-    Summary,
-    recorded,
-)
+from maxmars.compare.summary import EFFECT, MARK_MEANS, Outcome, Summary, record_of
 from maxmars.compare.tables import (
     NONE,
     csv_table,
     escape_markdown,
     fold,
-    interval,
+    format_interval,
     latex_table,
     markdown_table,
     print_table,
@@ -44,13 +42,13 @@ from maxmars.compare.trials import Comparison, Rows, describe_setting
 from maxmars.config.numbers import short
 from maxmars.distributed.files import write_text
 
-_ENDS = {"mean": "", "low": "_low", "high": "_high"}  # of an interval, in results.csv
-_NEXT = 3  # settings that are named of those that a search did not reach
+_SUFFIXES = {"mean": "", "low": "_low", "high": "_high"}  # of columns in results.csv
+_NUM_NEXT = 3  # most settings that a note names of those that a search did not reach
 
 
 Summaries = Mapping[str, Summary]
-"""What comparisons found, by their names, smallest model first; that of a single one may be empty,
-and then no table has a column for it."""
+"""Name of each comparison -> its summary, smallest model first. The name of a single one may be
+empty, and then no table has a column for it."""
 
 
 def write_report(summaries: Summaries, out: Path, format: Format = "png", origin: str = "") -> None:
@@ -60,7 +58,7 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png", origin
       summaries: of each comparison.
       out: directory that gets the report.
       format: of the figures.
-      origin: what it is a report of, see `origin_of`.
+      origin: sentence on what the report is of, see `origin_of`.
     """
     every = [outcome for summary in summaries.values() for outcome in summary.outcomes]
     names = ", ".join(dict.fromkeys(outcome.contender.name for outcome in every))
@@ -72,11 +70,11 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png", origin
         f"# Comparison of {title}",
         *([origin] if origin else []),
         "## Result",
-        *(_at(size, _setting(summary)) for size, summary in summaries.items()),
+        *(_labelled(size, _conditions(summary)) for size, summary in summaries.items()),
         "With the same seed all contenders start from the same weights and read the same tokens in "
         "the same order.",
         markdown_table(*results),
-        *(_at(size, note) for size, summary in summaries.items() for note in _notes(summary)),
+        *(_labelled(size, note) for size, summary in summaries.items() for note in _notes(summary)),
         *_general_notes(summaries),
         *_pair_blocks(summaries),
         "## Cost of a step",
@@ -85,7 +83,7 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png", origin
         if one_device
         else "State and collectives are bytes of one device.",
         "## Tuning",
-        *(_at(size, _tuning_text(summary)) for size, summary in summaries.items()),
+        *(_labelled(size, _tuning_text(summary)) for size, summary in summaries.items()),
         markdown_table(*_table(summaries, _TUNING_COLUMNS, _tuning_rows)),
         "## Figures",
     ]
@@ -99,16 +97,17 @@ def write_report(summaries: Summaries, out: Path, format: Format = "png", origin
     write_text(out / "curves.csv", curves_csv(_recorded(summaries)))
     write_text(out / "results.csv", _results_csv(summaries))
     write_text(out / "results.tex", latex_table(*results))
-    write_markdown(out, blocks)
+    write_markdown(out, blocks)  # last, when all that the page names is there
 
 
 def _all_figures(summaries: Summaries, figures: Figures) -> Iterator[str]:
-    runs = "\n".join(_at(size, _runs_of(summary)) for size, summary in summaries.items())
+    runs = "\n".join(_labelled(size, _runs_of(summary)) for size, summary in summaries.items())
     gains, path = _speed_ups(summaries), figures.path("speed_up")
     if draw_speed_ups(gains, path, _baseline(summaries), note=runs):
         yield figures.image("speed_up", "Data speed-up by the size of the model.")
     for size, summary in summaries.items():
-        note, folder = _at(size, _runs_of(summary)), size.replace("/", "-")
+        # A comparison that is named by its path has one folder too.
+        note, folder = _labelled(size, _runs_of(summary)), size.replace("/", "-")
         if size:
             yield f"### {size}"
         own = dataclasses.replace(figures, folder=folder, note=note)
@@ -116,15 +115,16 @@ def _all_figures(summaries: Summaries, figures: Figures) -> Iterator[str]:
 
 
 def _recorded(summaries: Summaries) -> Iterator[tuple[Mapping[str, str], Recorded]]:
-    """What every run of comparisons recorded, and what tells it from the others."""
-    for where, summary in summaries.items():
+    """The labels and the record of every run of comparisons."""
+    for size, summary in summaries.items():
         for outcome in summary.outcomes:
             best = outcome.best
+            # Of these runs all metrics were read, of the others the losses in their rows.
             lines = {} if best is None else dict(zip(best.losses, best.line.runs, strict=True))
             for row in outcome.rows:
-                trial, own = row.trial, recorded(row, outcome.contender)
+                trial, own = row.trial, record_of(row, outcome.contender)
                 is_best = best is not None and trial.setting == best.setting
-                labels = {"comparison": where, "contender": trial.contender}
+                labels = {"comparison": size, "contender": trial.contender}
                 labels |= {"setting": describe_setting(trial.setting), "seed": str(trial.seed)}
                 labels |= {"best": str(is_best)}
                 points = lines[trial.seed].points if is_best else own.points
@@ -136,19 +136,19 @@ def _table(
     columns: Sequence[str],
     rows_of: Callable[[Summary], Iterable[Sequence[str]]],
 ) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-    """Columns and rows of a table over all comparisons."""
+    """Columns and rows of a table of all comparisons."""
     if not any(summaries):
         return columns, [row for summary in summaries.values() for row in rows_of(summary)]
     rows = [(size, *row) for size, summary in summaries.items() for row in rows_of(summary)]
     return ("comparison", *columns), rows
 
 
-def _at(size: str, text: str) -> str:
+def _labelled(size: str, text: str) -> str:
     return f"{size}: {text}" if size else text
 
 
 def _baseline(summaries: Summaries) -> str:
-    """The baseline, which may be another one in each comparison."""
+    """Name of the baseline, or names where comparisons differ in it."""
     return " or ".join(dict.fromkeys(each.comparison.baseline for each in summaries.values()))
 
 
@@ -175,11 +175,11 @@ def print_plan(comparison: Comparison, rows: Rows) -> None:
         print(fold(f"{contender.name}: begins with {', '.join(begins) or 'its own values'}"))
     searches = [Search(contender, comparison, rows) for contender in contenders]
     num_left = sum(search.most_trials_left for search in searches)
-    kept = f"; {len(rows):,} are finished" if rows else ""
+    finished = f"; {len(rows):,} are finished" if rows else ""
     print(
         fold(
-            f"At most {num_left:,} runs of {contenders[0].config.num_steps:,} steps{kept}: each "
-            f"contender is tuned with at most {comparison.budget}, and its "
+            f"At most {num_left:,} runs of {contenders[0].config.num_steps:,} steps{finished}: "
+            f"each contender is tuned with at most {comparison.budget}, and its "
             f"{comparison.finalists} best settings run with {seeds} seed{'s' if seeds > 1 else ''}."
         )
     )
@@ -193,12 +193,12 @@ def print_plan(comparison: Comparison, rows: Rows) -> None:
 
 
 def print_report(summaries: Summaries, out: Path) -> None:
-    """Print what a comparison found, in 80 columns, and where its report is."""
+    """Print the results of comparisons in 80 columns, and where their report is."""
     for size, summary in summaries.items():
         if size:
             print(f"comparison {size}")
         _print_summary(summary)
-    if len(summaries) > 1:
+    if len(summaries) > 1:  # the sizes side by side: a row a contender
         best = {(o.contender.name, k): o.best for k, s in summaries.items() for o in s.outcomes}
         rows = []
         for name in dict.fromkeys(name for name, _ in best):
@@ -243,18 +243,19 @@ def _print_summary(summary: Summary) -> None:
 
 
 def best_lines(summary: Summary) -> list[Line]:
-    """The curves of each contender at its best rate."""
+    """The curves of each contender at its best setting."""
     return [o.best.line for o in summary.outcomes if o.best is not None]
 
 
-def _setting(summary: Summary) -> str:
-    where, environment = "", summary.environment
+def _conditions(summary: Summary) -> str:
+    """Conditions that all trials share: model, steps, machine and, by seed, weights and tokens."""
+    hardware, environment = "", summary.environment
     if environment:
         kinds = " and ".join(environment["device_kinds"])
-        where = (
+        hardware = (
             f" on {environment['num_devices']} x {escape_markdown(kinds)}, JAX {environment['jax']}"
         )
-    text = f"{_runs_of(summary)}{where}."
+    text = f"{_runs_of(summary)}{hardware}."
     digests = "; ".join(
         f"seed {seed}: weights `{weights[:12]}`, tokens `{tokens[:12]}`"
         for seed, (weights, tokens) in sorted(summary.digests.items())
@@ -268,7 +269,7 @@ def _setting(summary: Summary) -> str:
 
 
 def _runs_of(summary: Summary) -> str:
-    """Size of the model, tokens and seeds."""
+    """Size of the model, length of a run and number of seeds."""
     config, seeds = summary.outcomes[0].contender.config, len(summary.comparison.seeds)
     return (
         f"{short(summary.num_parameters)} parameters, "
@@ -300,7 +301,7 @@ _PRINTED = {
 
 
 def _result(outcome: Outcome, summary: Summary) -> Mapping[str, str]:
-    """The cells of a contender under `_COLUMNS` and `_PRINTED`; `NONE` where there is nothing."""
+    """The cells of a contender by the keys of `_COLUMNS` and `_PRINTED`; `NONE` without a value."""
     best, comparison, step_s = outcome.best, summary.comparison, outcome.step_time_s
     cells = defaultdict(lambda: NONE, name=outcome.contender.name)
     cells["diverged"] = f"{outcome.num_diverged} of {outcome.num_trials}"
@@ -312,18 +313,18 @@ def _result(outcome: Outcome, summary: Summary) -> Mapping[str, str]:
     setting = describe_setting(best.setting).replace(",", ", ")
     cells["setting"] = f"{setting}{' (not at its end)' if outcome.search.untried else ''}"
     cells["rate"] = f"{dict(best.setting)[LEARNING_RATE]:g}"
-    cells["mean"] = cells["loss"] = interval(best.loss, "{:.4f}")
+    cells["mean"] = cells["loss"] = format_interval(best.loss, "{:.4f}")
     if len(best.losses) < len(comparison.seeds):
         cells["loss"] += f" ({len(best.losses)} of {len(comparison.seeds)} seeds)"
     if best.test is not None:
-        cells["difference"] = interval(best.test.difference, "{:+.4f}")
+        cells["difference"] = format_interval(best.test.difference, "{:+.4f}")
         mark = summary.mark(outcome.contender.name, comparison.baseline)
         cells["p"] = f"{summary.p_adjusted[outcome.contender.name]:.2g}{mark}"
     if best.speed_up is not None:
         cells["tokens"] = f"x{best.speed_up.mean:.2f}"
         cells["speed_up"] = _factor(best.speed_up)
         base = next(o for o in summary.outcomes if o.contender.name == comparison.baseline)
-        if step_s and base.step_time_s:
+        if step_s and base.step_time_s:  # fewer tokens, each at the price of the contender's step
             cells["time_speed_up"] = f"{best.speed_up.mean * base.step_time_s / step_s:.2f}"
             cells["time"] = f"x{cells['time_speed_up']}"
     return cells
@@ -335,7 +336,7 @@ def _result_rows(summary: Summary) -> Sequence[Sequence[str]]:
 
 
 def _factor(ratio: Interval) -> str:
-    """A mean of factors, whose interval is not symmetric."""
+    """A mean of factors with both ends of its interval, which is not symmetric."""
     if ratio.low is None or ratio.high is None:
         return f"{ratio.mean:.2f}"
     return f"{ratio.mean:.2f} ({ratio.low:.2f} to {ratio.high:.2f})"
@@ -344,11 +345,12 @@ def _factor(ratio: Interval) -> str:
 def _results_csv(summaries: Summaries) -> str:
     """The numbers of the table of results; times in seconds."""
     rows: list[dict[str, Any]] = []
-    for where, summary in summaries.items():
+    for size, summary in summaries.items():
         for outcome in summary.outcomes:
+            # Without a best setting, or a test of it, the cells are None, which CSV leaves empty.
             best, name = outcome.best, outcome.contender.name
             test = None if best is None else best.test
-            row: dict[str, Any] = {"name": name, "comparison": where}
+            row: dict[str, Any] = {"name": name, "comparison": size}
             row |= {"num_parameters": summary.num_parameters}
             row |= {"setting": best and describe_setting(best.setting)}
             intervals = {
@@ -356,8 +358,8 @@ def _results_csv(summaries: Summaries) -> str:
                 "difference": test and test.difference,
                 "speed_up": best and best.speed_up,
             }
-            for what, each in intervals.items():
-                row |= {f"{what}{end}": each and getattr(each, at) for at, end in _ENDS.items()}
+            for column, ends in intervals.items():
+                row |= {column + s: ends and getattr(ends, end) for end, s in _SUFFIXES.items()}
             row |= {"p_adjusted": test and summary.p_adjusted[name]}
             row |= {"num_seeds": 0 if best is None else len(best.losses)}
             row |= {"search_ended": outcome.search.is_at_its_end}
@@ -377,10 +379,11 @@ def _notes(summary: Summary) -> Iterator[str]:
         versions = {r.environment.get(name) for o in summary.outcomes for r in o.rows}
         if len(versions - {None}) > 1:
             yield f"The trials ran with {len(versions - {None})} versions {what}."
-    devices: dict[str, dict[str, None]] = {}
+    devices: dict[str, dict[str, None]] = {}  # dicts as sets that keep the order
     for outcome in summary.outcomes:
-        for at in (r.environment for r in outcome.rows if r.environment):
-            device = f"{at['num_devices']} x {' and '.join(at['device_kinds'])}"
+        for environment in (r.environment for r in outcome.rows if r.environment):
+            kinds = " and ".join(environment["device_kinds"])
+            device = f"{environment['num_devices']} x {kinds}"
             devices.setdefault(device, {})[outcome.contender.name] = None
     if len(devices) > 1:
         listed = "; ".join(f"{device}: {', '.join(names)}" for device, names in devices.items())
@@ -389,10 +392,10 @@ def _notes(summary: Summary) -> Iterator[str]:
             f"differ by rounding: {listed}."
         )
     needed = {o.contender.name: o.best.seeds_needed for o in summary.outcomes if o.best}
-    if told := ", ".join(f"{count:,} ({name})" for name, count in needed.items() if count):
+    if counts := ", ".join(f"{count:,} ({name})" for name, count in needed.items() if count):
         yield (
             f"Seeds that would find a difference of {EFFECT} nats from "
-            f"{summary.comparison.baseline} in four of five tries: {told}."
+            f"{summary.comparison.baseline} in four of five tries: {counts}."
         )
     for outcome in summary.outcomes:
         if outcome.has_diverged:
@@ -405,7 +408,7 @@ def _notes(summary: Summary) -> Iterator[str]:
 
 
 def _general_notes(summaries: Summaries) -> Iterator[str]:
-    """What the numbers mean."""
+    """Notes on what the numbers mean, once for all comparisons."""
     every = list(summaries.values())
     if any(each.mark(pair.first, pair.second) for each in every for pair in each.pairs):
         yield MARK_MEANS
@@ -435,7 +438,8 @@ def _tuned(summary: Summary) -> list[str]:
 
 
 def _search_notes(summary: Summary) -> Iterator[str]:
-    """Contenders whose search was not at its end, or that are tuned over fewer fields."""
+    """Notes on how contenders were tuned: over which fields, and where a budget ended a search."""
+    # A grid of one value tunes nothing, so its field would say something false.
     at_one = [o for o in summary.outcomes if len(o.losses) == 1 and not o.search.missing]
     tuned: dict[str, list[str]] = {}
     for outcome in summary.outcomes:
@@ -451,8 +455,8 @@ def _search_notes(summary: Summary) -> Iterator[str]:
     for outcome in summary.outcomes:
         name, progress = outcome.contender.name, outcome.search
         if progress.untried and outcome not in at_one:
-            settings = "; ".join(map(describe_setting, progress.untried[:_NEXT]))
-            more = len(progress.untried) - _NEXT
+            settings = "; ".join(map(describe_setting, progress.untried[:_NUM_NEXT]))
+            more = len(progress.untried) - _NUM_NEXT
             settings += f" and {more} more" if more > 0 else ""
             yield (
                 f"The budget of {name} ended before its search: {settings} would be next. The same "
@@ -489,11 +493,11 @@ def _cost_rows(summary: Summary) -> Sequence[Sequence[str]]:
 
 
 def _pair_blocks(summaries: Summaries) -> Iterator[str]:
-    """Every contender against every other; of two the table of results says it."""
+    """The table of all pairs of contenders, unless there is one pair, which the results show."""
 
     def rows(summary: Summary) -> Iterable[Sequence[str]]:
         for pair in summary.pairs:
-            difference = interval(pair.test.difference, "{:+.4f}")
+            difference = format_interval(pair.test.difference, "{:+.4f}")
             p = f"{pair.p_adjusted:.2g}{summary.mark(pair.first, pair.second)}"
             yield pair.first, pair.second, difference, p
 

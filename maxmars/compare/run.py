@@ -68,15 +68,15 @@ def compare(comparison: Comparison, workdir: Path) -> Summary | None:
     """Run the trials that a comparison lacks, on all devices, and write its report.
 
     Any number of processes may do so at the same time: whoever locks a trial's directory first runs
-    it, and all read the rows anew before they choose. Where all trials that are left
-    run already, this waits for the others.
+    it, and all read the rows anew before they choose. Where all trials that are left run already,
+    this waits for the others.
 
     Args:
       comparison: what is compared; every config evaluates (`eval.every` is not None).
       workdir: directory of the comparison, on a disk of this machine.
 
     Returns:
-      What it found; None after SIGTERM or Ctrl-C, which save the trial that is running. The next
+      The summary; None after SIGTERM or Ctrl-C, which save the trial that is running. The next
       call continues it.
 
     Raises:
@@ -118,12 +118,13 @@ def compare(comparison: Comparison, workdir: Path) -> Summary | None:
                     starts[key] = find_start(dataclasses.replace(contender.config, seed=trial.seed))
                 _check_same_start(trial, starts[key], rows.values())
                 directory = trial.directory(workdir)
-                if refusal := _refusal(trial, contender):
-                    row = _refused(trial, refusal, starts[key])
+                if refusal := _why_refused(trial, contender):
+                    row = _refused_row(trial, refusal, starts[key])
                 else:
                     row = run_trial(trial, trial.config(contender), directory, starts[key], process)
                 if row is None:
                     break
+                # One row a contender has the cost, for which a step is compiled.
                 if not any(r.cost for t, r in rows.items() if t.contender == trial.contender):
                     row = dataclasses.replace(row, cost=step_cost(contender.config))
                 write_row(row, workdir)
@@ -141,8 +142,7 @@ def compare(comparison: Comparison, workdir: Path) -> Summary | None:
 
 
 def keep_programs(workdir: Path) -> None:
-    """Keep what JAX compiles in one directory for all trials, so that those of equal programs
-    compile once."""
+    """Cache what JAX compiles, for all trials: those with equal programs compile once."""
     platform = jax.devices()[0].platform
     if platform == "cpu":
         compile_cache.keep_in_cache(platform)
@@ -151,7 +151,7 @@ def keep_programs(workdir: Path) -> None:
 
 
 def _take(trials: Iterable[Trial], workdir: Path) -> tuple[Trial, FileLock] | None:
-    """The first trial that no process runs, with the lock of its directory; None where all run."""
+    """Lock the first trial that no process runs; None where all run."""
     for trial in trials:
         directory = trial.directory(workdir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -161,7 +161,7 @@ def _take(trials: Iterable[Trial], workdir: Path) -> tuple[Trial, FileLock] | No
 
 
 def _wait_for_others(comparison: Comparison, workdir: Path, process: RunProcess) -> None:
-    """Wait until there is a trial that no process runs, none is missing, or a signal came."""
+    """Wait until a trial is free to run, none is missing, or a signal came."""
     with Progress() as progress:
         while not process.stop_due():
             rows = read_rows(comparison, workdir)
@@ -174,23 +174,19 @@ def _wait_for_others(comparison: Comparison, workdir: Path, process: RunProcess)
 
 
 def _with_precision(comparison: Comparison) -> Comparison:
-    """The comparison with `model.compute_dtype` `auto` replaced, so that all trials share one type,
+    """The comparison with `model.compute_dtype` `auto` replaced: all trials then have one dtype,
     also those that run after the comparison moved to another machine."""
-    contenders = tuple(
-        dataclasses.replace(
-            c,
-            config=choose_precision(
-                c.config, sharding.training_mesh(c.config.mesh, c.config.model)
-            ),
-        )
-        for c in comparison.contenders
-    )
-    return dataclasses.replace(comparison, contenders=contenders)
+    contenders = []
+    for contender in comparison.contenders:
+        config = contender.config
+        config = choose_precision(config, sharding.training_mesh(config.mesh, config.model))
+        contenders.append(dataclasses.replace(contender, config=config))
+    return dataclasses.replace(comparison, contenders=tuple(contenders))
 
 
 def find_start(config: TrainConfig) -> Digests:
-    """Digest what a run starts from and reads: every batch between the first and the last step
-    follows from the same data and seed, by the same rule.
+    """Digest the weights that a run starts from, and its first and last batch: all batches between
+    follow from the same data and seed, by the same rule.
 
     Raises:
       ValueError: data, model and mesh do not fit together.
@@ -214,11 +210,11 @@ def _check_optimizer(config: TrainConfig) -> None:
     check_optimizer(config.optimizer, Parameters(config.model, mesh), config.ema_decay)
 
 
-def _refusal(trial: Trial, contender: Contender) -> str | None:
-    """Why a trial's values are none for its optimizer; None if they are.
+def _why_refused(trial: Trial, contender: Contender) -> str | None:
+    """Why config or optimizer refuses a trial's values; None if they take them.
 
-    Grids go on beyond their ends, each by itself: two values may not be allowed together, and what
-    an optimizer of the user's own takes only it knows.
+    Each grid was extended by itself, so two values may not be allowed together; and only an
+    optimizer of the user's own knows which values it takes.
     """
     try:
         config = trial.config(contender)
@@ -231,7 +227,7 @@ def _refusal(trial: Trial, contender: Contender) -> str | None:
     return None
 
 
-def _refused(trial: Trial, reason: str, start: Digests) -> Row:
+def _refused_row(trial: Trial, reason: str, start: Digests) -> Row:
     """The row of a trial that does not run."""
     return Row(
         trial=trial,
@@ -250,9 +246,9 @@ def _refused(trial: Trial, reason: str, start: Digests) -> Row:
 
 def _check_same_start(trial: Trial, start: Digests, rows: Iterable[Row]) -> None:
     for other in rows:
-        theirs = (other.initial_weights, other.tokens)
-        if other.trial.seed == trial.seed and start != theirs:
-            what = "weights" if start[0] != theirs[0] else "tokens"
+        recorded = (other.initial_weights, other.tokens)
+        if other.trial.seed == trial.seed and start != recorded:
+            what = "weights" if start[0] != recorded[0] else "tokens"
             raise ValueError(
                 f"{trial.contender} and {other.trial.contender} have other {what} with seed "
                 f"{trial.seed}, so their losses cannot be paired. Did the data or the code change "
@@ -276,7 +272,7 @@ def run_trial(
       start: see `find_start`.
       process: see `train`.
     """
-    loss, diverged, began = math.inf, None, time.monotonic()
+    loss, diverged, began_s = math.inf, None, time.monotonic()
     try:
         if not train(config, directory, process=process, quiet=True).done:
             return None
@@ -297,41 +293,42 @@ def run_trial(
         loss=loss,
         diverged=diverged,
         step_time_s=run.step_time_s,
-        seconds=time.monotonic() - began,
+        seconds=time.monotonic() - began_s,
         initial_weights=start[0],
         tokens=start[1],
         curve=curve,
         train_losses=tuple((step, loss) for step, _, loss in run.points.get(TRAINING_LOSS, ())),
         final_state=states[-1] if states and diverged is None else None,
         environment=read_json(directory / ENVIRONMENT) or {},
-        data=next((began.data for began in reversed(session_starts(lines))), None),
+        data=next((session.data for session in reversed(session_starts(lines))), None),
     )
 
 
 def _progress(row: Row, comparison: Comparison, rows: Rows, workdir: Path) -> str:
-    """How a trial ended, how many there are at most, and the time that they may take."""
+    """Text on how a trial ended, how many trials there are at most, and their time at most."""
     trial = row.trial
+    # A contender's missing trials may take as long as its finished ones.
     num_left, seconds_left = 0, 0.0
     for contender in comparison.contenders:
         own = [r.seconds for t, r in rows.items() if t.contender == contender.name]
-        most = Search(contender, comparison, rows).most_trials_left
-        num_left += most
-        seconds_left += most * float(np.mean(own or [row.seconds]))
-    others = sum(is_owned(t.directory(workdir)) for t in next_trials(comparison, rows))
+        left = Search(contender, comparison, rows).most_trials_left
+        num_left += left
+        seconds_left += left * float(np.mean(own or [row.seconds]))
+    num_elsewhere = sum(is_owned(t.directory(workdir)) for t in next_trials(comparison, rows))
     width = max(len(contender.name) for contender in comparison.contenders)
     text = f"[{len(rows):>3}/{len(rows) + num_left}] {trial.contender:<{width}}  "
     text += "diverged" if row.diverged else f"validation loss {row.loss:.4f}"
     text += f"  {duration(row.seconds)}"
     if num_left:
-        text += f", at most {duration(seconds_left / (1 + others))} left"
+        text += f", at most {duration(seconds_left / (1 + num_elsewhere))} left"
     details = [trial.name, *([row.diverged] if row.diverged else [])]
     return "\n        ".join([text, *details])
 
 
 def step_cost(config: TrainConfig) -> dict[str, int]:
-    """What a contender's train step keeps and moves, in bytes of one device.
+    """Bytes that a contender's train step stores and moves, on one device.
 
-    Compiles the step where there are several devices: its collectives are read from the program.
+    Where there are several devices this compiles the step, whose program has the collectives.
     """
     mesh = sharding.training_mesh(config.mesh, config.model)
     resolved = resolve_config(config, Parameters(config.model, mesh))

@@ -1,4 +1,4 @@
-"""Which trials to run next: the search for the best setting with one seed, then more seeds.
+"""The choice of the next trials: a search for the best setting with one seed, then more seeds.
 
 The choice depends on the rows so far alone, so that a comparison that was stopped, or that
 several processes share, continues by asking again. It goes in three stages:
@@ -12,9 +12,9 @@ several processes share, continues by asking again. It goes in three stages:
    and the mean over them decides: at the edge of stability a run may be lucky with one.
 2. All seeds at the `finalists` best settings: one seed cannot tell close ones apart. Their mean
    losses decide.
-3. Where these, or trials that a search with other options left, make another setting the best one
-   than that at which the descent ended, its neighbours are tried as well, within the budget. Then
-   the second stage comes again, until the neighbours of the best setting are all tried.
+3. These trials, or those of an earlier search with other options, may make another setting the
+   best one than that at which the descent ended. Then its neighbours are tried as well, within the
+   budget, and the second stage comes again, until all neighbours of the best setting are tried.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _Values = dict[str, Number]
 class Search:
     """The search of one contender, replayed on the rows so far."""
 
-    tried: tuple[Setting, ...]
-    """The settings that it asked for so far, in this order; the last ones may be without a row."""
+    requested: tuple[Setting, ...]
+    """Settings that the search requested so far, in order; the last may have no rows yet."""
     missing: tuple[Trial, ...]
-    """Trials that it asked for and that have no row."""
+    """Requested trials without a row."""
     finals: tuple[Trial, ...]
-    """Trials of the finalists that have no row; none as long as others are missing."""
+    """Trials of the finalists without a row; none as long as requested trials are missing."""
     untried: tuple[Setting, ...]
     """Settings that would be next, for which the budget was too small."""
     budget_left: int
-    """Trials that it may still ask for."""
+    """Number of trials that the search may still request."""
     best: Setting | None
     """The setting with the lowest mean loss among the finalists with the most finished seeds; None
     where every setting diverged or none is finished."""
 
     def __init__(self, contender: Contender, comparison: Comparison, rows: Rows) -> None:
-        """Replay it; rows of other contenders are left aside."""
+        """Replay the search on the rows of its contender."""
         self._comparison, self._name = comparison, contender.name
         self._rows = {trial: row for trial, row in rows.items() if trial.contender == self._name}
         self._requested: list[Trial] = []  # counts against the budget
@@ -76,7 +76,7 @@ class Search:
             missing, left = self._take_affordable(_neighbourhood(self.best, contender, losses))
             if not left and len(self._requested) == num_requested:
                 break
-        self.tried, self.untried = _settings(self._requested), _settings(left)
+        self.requested, self.untried = _settings(self._requested), _settings(left)
         self.missing, self.finals = tuple(missing), tuple(finals)
         self.budget_left = comparison.budget - len(self._requested)
 
@@ -87,13 +87,13 @@ class Search:
 
     @property
     def next_trials(self) -> Sequence[Trial]:
-        """Those to run next; none when it is complete."""
+        """The trials to run next; none when the search is complete."""
         return self.missing or self.finals
 
     @property
     def most_trials_left(self) -> int:
-        """How many trials are missing at most; fewer if it ends early, and more only if seeds
-        decide for a setting at which it did not end."""
+        """Largest number of missing trials: fewer if the search ends early, and more only if the
+        seeds make another setting the best one than that at which it ended."""
         if not self.missing:
             return len(self.finals)
         comparison = self._comparison
@@ -102,8 +102,8 @@ class Search:
 
     @property
     def settings(self) -> tuple[Setting, ...]:
-        """Those that it tried, then those of other finished trials, which a search with other
-        options left."""
+        """The requested settings, then those of other finished trials, from a search with other
+        options."""
         others = sorted({trial.setting for trial in self._rows})
         return tuple(dict.fromkeys([*_settings(self._requested), *others]))
 
@@ -136,7 +136,7 @@ class Search:
         return [], []
 
     def _finalists(self) -> list[Setting]:
-        """The best settings of those that diverged with no seed so far, by the search's seeds."""
+        """The best settings by the search's seeds, without those that diverged with any seed."""
         seeds = self._comparison.seeds[: self._comparison.confirm]
         of_search = {
             setting: [r.loss for r in self.rows_at(setting) if r.trial.seed in seeds]
@@ -148,10 +148,10 @@ class Search:
         return sorted(means, key=lambda setting: means[setting])[: self._comparison.finalists]
 
     def _best(self) -> Setting | None:
-        """The lowest mean of the finalists and of all settings that ran with all seeds."""
+        """The setting with the lowest mean, of the finalists and of all that ran with all seeds."""
         losses_of = {setting: self.losses_at(setting) for setting in self._finalists()}
-        # Such a setting may be no finalist any more: one that is luckier with the first seed came
-        # in.
+        # A setting that ran with all seeds may have lost its place among the finalists to one that
+        # is luckier with the first seed.
         for setting in self.settings:
             losses = self.losses_at(setting)
             if len(losses) == len(self._comparison.seeds) and np.isfinite(losses).all():
@@ -177,11 +177,11 @@ def _settings(trials: Iterable[Trial]) -> tuple[Setting, ...]:
 
 @dataclass(frozen=True)
 class _Losses:
-    """How good values of a contender are, as far as they were tried."""
+    """Losses of a contender's values, as far as they were tried."""
 
     contender: Contender
     seeds: tuple[int, ...]
-    """With which a setting must be better."""
+    """Seeds over which a setting must be better."""
     rows: Rows
 
     def trials_first_seed(self, candidates: Iterable[_Values]) -> list[Trial]:
@@ -193,15 +193,16 @@ class _Losses:
         return self._trials(candidates, self.seeds)
 
     def first_seed_loss(self, values: _Values) -> tuple[float, float]:
-        """By which values are sorted: their loss with the first seed."""
+        """Key to sort values: their loss with the first seed."""
         return self._mean(self.trials_first_seed([values]), values)
 
     def mean_loss(self, values: _Values) -> tuple[float, float]:
-        """By which values are compared: their mean loss over the seeds."""
+        """Key to compare values: their mean loss over the seeds."""
         return self._mean(self.trials_all_seeds([values]), values)
 
     def loss_to_beat(self, best: _Values) -> tuple[float, float]:
-        """By first seed: where the best values were lucky with it, their mean is what to beat."""
+        """Key that others must beat with the first seed. Where the best values were lucky with that
+        seed, it is their mean."""
         return max(self.first_seed_loss(best), self.mean_loss(best))
 
     def _trials(self, candidates: Iterable[_Values], seeds: tuple[int, ...]) -> list[Trial]:
@@ -210,13 +211,13 @@ class _Losses:
         return [Trial(contender=name, setting=s, seed=seed) for s in settings for seed in seeds]
 
     def _mean(self, trials: list[Trial], values: _Values) -> tuple[float, float]:
-        # Of settings that diverge, the one with the lower rate is closer to one that does not.
+        # Of settings that diverge, one with a lower rate is closer to those that do not.
         loss = float(np.mean([self.rows[trial].loss for trial in trials]))
         return loss, 0.0 if math.isfinite(loss) else values.get(LEARNING_RATE, 0.0)
 
 
 def _descend(contender: Contender, losses: _Losses) -> Generator[list[Trial]]:
-    """Coordinate descent: yields the trials whose losses it reads when it is asked to go on."""
+    """Coordinate descent. Yields trials, and on resumption reads their losses."""
 
     def moved(best: _Values, candidates: list[_Values]) -> Generator[list[Trial], None, _Values]:
         """A candidate that is better than the best values so far, or these."""
@@ -243,7 +244,7 @@ def _descend(contender: Contender, losses: _Losses) -> Generator[list[Trial]]:
         best = better
     while True:
         before = best
-        # Stage 1 b: one field after the other, moved by one place until it no longer helps.
+        # Stage 1 b: one field after the other, moved by one value until that no longer helps.
         for grid in contender.grids:
             while (better := (yield from moved(best, _neighbours(best, grid)))) != best:
                 best = better
@@ -256,7 +257,7 @@ def _descend(contender: Contender, losses: _Losses) -> Generator[list[Trial]]:
 def _neighbourhood(
     setting: Setting, contender: Contender, losses: _Losses
 ) -> Generator[list[Trial]]:
-    """The neighbours of a setting, then with all seeds those that may be better."""
+    """Yield the neighbours of a setting, then, with all seeds, those that may be better."""
     own = {grid.field: value_of(contender.config, grid.field) for grid in contender.grids}
     best: _Values = {field: v for field, v in own.items() if v is not None} | dict(setting)
     neighbours = [near for grid in contender.grids for near in _neighbours(best, grid)]

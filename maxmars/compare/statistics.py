@@ -1,4 +1,8 @@
-"""Statistics of a few seeds: intervals, paired tests and crossings."""
+"""Statistics of a few seeds: intervals, paired tests and crossings.
+
+Trials of different contenders with the same seed start from the same weights and read the same
+tokens, so tests are paired by seed. All p values of a table are adjusted together (`holm`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ class Interval:
 
     mean: float
     low: float | None
-    """None for a single value, whose spread is unknown."""
+    """Lower end; None, like the upper one, for a single value, whose spread is unknown."""
     high: float | None
 
 
@@ -93,7 +97,7 @@ def seeds_needed(differences: Sequence[float], effect: float, most: int = 10_000
         # The other tail, a significant difference of the wrong sign, counts next to nothing.
         return float(scipy.stats.nct.sf(limit, n - 1, effect / spread * math.sqrt(n)))
 
-    high = 2
+    high = 2  # doubled until it suffices: the power grows with n, so bisection finds the least
     while power(high) < POWER:
         high *= 2
         if high > most:
@@ -107,17 +111,19 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Calling the differences with an adjusted p below alpha significant controls the family-wise
     error rate at alpha.
     """
-    order = np.argsort(p_values)
-    scaled = [(len(order) - rank) * p_values[index] for rank, index in enumerate(order)]
-    adjusted = np.empty(len(order))
-    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(scaled)) if scaled else []
+    ascending = np.argsort(p_values)
+    # The smallest p is multiplied by their number, the next one by one less, and so on; a running
+    # maximum keeps the adjusted ones in the same order.
+    scaled = [(len(ascending) - rank) * p_values[index] for rank, index in enumerate(ascending)]
+    adjusted = np.empty(len(ascending))
+    adjusted[ascending] = np.minimum(1.0, np.maximum.accumulate(scaled)) if scaled else []
     return adjusted.tolist()
 
 
 def first_crossing(
     positions: Sequence[int] | Sequence[float], losses: Sequence[float], target: float
 ) -> float | None:
-    """Where a curve first comes down to a loss, on straight lines between its points.
+    """Position where a curve first comes down to a loss, on straight lines between its points.
 
     Args:
       positions: increasing, such as tokens.
@@ -129,7 +135,7 @@ def first_crossing(
     """
     for i, loss in enumerate(losses):
         if loss <= target:
-            if i == 0 or not math.isfinite(losses[i - 1]):
+            if i == 0 or not math.isfinite(losses[i - 1]):  # no line leads to this point
                 return float(positions[i])
             share = (losses[i - 1] - target) / (losses[i - 1] - loss)
             return float(positions[i - 1] + share * (positions[i] - positions[i - 1]))

@@ -1,4 +1,8 @@
-"""What a comparison found, read from its directory, also before it is complete."""
+"""The summary of a comparison, read from its directory, also before it is complete.
+
+`summarize` makes an `Outcome` of each contender's rows: its search replayed, its best setting, and
+there the test against the baseline and the speed-up over it. Reports only write what is here.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ EFFECT = 0.01
 """The difference in nats for which the report says how many seeds would find it."""
 
 FEWEST_SEEDS = 3
-"""Of a p value without `MARK`."""
+"""Number of seeds from which a p value has no `MARK`."""
 
 MARK = "†"
 MARK_MEANS = "†: p of fewer than three seeds, or of a search that did not end."
@@ -61,21 +65,21 @@ class Best:
     loss: Interval
     """Final validation loss over the seeds."""
     test: PairedTest | None
-    """Against the baseline at its best setting, paired by seed; None for the baseline itself."""
+    """Test against the baseline at its best setting, paired by seed; None for the baseline."""
     seeds_needed: int | None
     """Seeds with which that test would find a difference of `EFFECT`; None where unknown."""
     speed_up: Interval | None
-    """How many times fewer tokens it needs than the baseline, see `_speed_up`."""
+    """Factor of fewer tokens than the baseline needs, see `_speed_up`."""
     line: Line
     """Curves of the seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tried:
+class TriedSetting:
     """A setting of a contender that has finished trials."""
 
     value: Number
-    """Of one field."""
+    """The setting's value of one field."""
     losses: Sequence[float]
     """Final losses of its runs in nats a token; infinite where a run diverged."""
     on_slice: bool
@@ -84,7 +88,7 @@ class Tried:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a comparison found of one contender."""
+    """Result of a comparison for one contender."""
 
     contender: Contender
     search: Search
@@ -92,13 +96,13 @@ class Outcome:
     """Setting -> final losses by seed, in the order of the search, then of other finished trials;
     infinite where a run diverged."""
     best: Best | None
-    """None where every setting diverged, or none is finished."""
+    """The best setting; None where every setting diverged, or none is finished."""
     step_time_s: float | None
     """Median over the contender's trials."""
     rows: tuple[Row, ...]
-    """Of all finished trials."""
+    """Rows of all finished trials."""
     cost: Mapping[str, int]
-    """See `run.step_cost`; empty before the contender's first trial."""
+    """Bytes of a step, see `run.step_cost`; empty before the contender's first trial."""
 
     @property
     def num_trials(self) -> int:
@@ -107,15 +111,15 @@ class Outcome:
 
     @property
     def num_diverged(self) -> int:
-        """How many of them diverged."""
+        """Number of finished trials that diverged."""
         return sum(row.diverged is not None for row in self.rows)
 
     @property
     def has_diverged(self) -> bool:
-        """Whether it diverged at every setting, and no trial is missing."""
+        """Whether the contender diverged at every setting, and no trial is missing."""
         return self.best is None and self.num_trials > 0 and not self.search.missing
 
-    def tried(self, field: str) -> list[Tried]:
+    def tried(self, field: str) -> list[TriedSetting]:
         """Every setting that has a finished trial, by its value of a field."""
         best = None if self.best is None else dict(self.best.setting)
         if best is not None:
@@ -125,7 +129,7 @@ class Outcome:
             others = dict(setting)
             value = others.pop(field, value_of(self.contender.config, field))
             if losses and value is not None:
-                tried.append(Tried(value=value, losses=losses, on_slice=others == best))
+                tried.append(TriedSetting(value=value, losses=losses, on_slice=others == best))
         return sorted(tried, key=lambda one: one.value)
 
 
@@ -138,12 +142,12 @@ class Pair:
     test: PairedTest
     """First minus second, paired by seed."""
     p_adjusted: float
-    """By Holm's method over all pairs of the comparison."""
+    """The p value, adjusted by Holm's method over all pairs of the comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a comparison found."""
+    """Result of a comparison."""
 
     comparison: Comparison
     num_parameters: int
@@ -161,8 +165,8 @@ class Summary:
     """Versions and devices of the first trial; empty before it."""
 
     def mark(self, *names: str) -> str:
-        """What stands after a p value of these contenders: `MARK` where it says less than it
-        seems, as `MARK_MEANS` says."""
+        """Mark behind a p value of these contenders: `MARK` for the reasons in `MARK_MEANS`, or
+        nothing."""
         named = [o for o in self.outcomes if o.contender.name in names]
         few = any(o.best is None or len(o.best.losses) < FEWEST_SEEDS for o in named)
         return MARK if few or not all(o.search.is_at_its_end for o in named) else ""
@@ -216,10 +220,11 @@ def _pairs(outcomes: Sequence[Outcome]) -> tuple[Pair, ...]:
     best = {o.contender.name: o.best for o in outcomes if o.best is not None}
     ranked = sorted(best.items(), key=lambda item: item[1].loss.mean)
     tested: dict[tuple[str, str], PairedTest] = {}
-    for (first, ours), (second, theirs) in itertools.combinations(ranked, 2):
-        seeds = [seed for seed in ours.losses if seed in theirs.losses]
-        losses = [[best.losses[s] for s in seeds] for best in (ours, theirs)]
-        if sum(losses[0]) > sum(losses[1]):  # of the seeds that both have
+    for (first, lower), (second, higher) in itertools.combinations(ranked, 2):
+        seeds = [seed for seed in lower.losses if seed in higher.losses]
+        losses = [[best.losses[s] for s in seeds] for best in (lower, higher)]
+        # The means over all seeds may rank them otherwise than the seeds that both have.
+        if sum(losses[0]) > sum(losses[1]):
             first, second, losses = second, first, losses[::-1]
         test = paired_test(*losses)
         if test is not None:
@@ -240,48 +245,48 @@ def _best(
 ) -> Best | None:
     if search.best is None:
         return None
-    ours = search.rows_at(search.best)
+    own_rows = search.rows_at(search.best)
     runs = []
-    for row in ours:  # what is in the row, and the rest where the run's metrics are still there
-        read = read_recorded(row.trial.directory(workdir), contender.config)
-        points = {**read.points, **recorded(row, contender).points}
+    for row in own_rows:  # losses are in the row; other metrics only where the run's files are
+        stored = read_recorded(row.trial.directory(workdir), contender.config)
+        points = {**stored.points, **record_of(row, contender).points}
         runs.append(Recorded(points=points, step_time_s=step_time_s))  # the same for all seeds
     line = Line(name=contender.name, runs=tuple(runs))
-    gain = test = needed = None
+    speed_up = test = needed = None
     if baselines and contender.name != baselines[0].trial.contender:
-        theirs = {r.trial.seed: r.loss for r in baselines}
-        pairs = [(r.loss, theirs[r.trial.seed]) for r in ours if r.trial.seed in theirs]
+        base = {r.trial.seed: r.loss for r in baselines}
+        pairs = [(r.loss, base[r.trial.seed]) for r in own_rows if r.trial.seed in base]
         test = paired_test([a for a, _ in pairs], [b for _, b in pairs])
         needed = seeds_needed([a - b for a, b in pairs], EFFECT)
-        gain = _speed_up(ours, baselines)
+        speed_up = _speed_up(own_rows, baselines)
     return Best(
         setting=search.best,
-        losses={r.trial.seed: r.loss for r in ours},
-        loss=mean_interval([r.loss for r in ours]),
+        losses={r.trial.seed: r.loss for r in own_rows},
+        loss=mean_interval([r.loss for r in own_rows]),
         test=test,
         seeds_needed=needed,
-        speed_up=gain,
+        speed_up=speed_up,
         line=line,
     )
 
 
-def _speed_up(ours: Sequence[Row], baselines: Sequence[Row]) -> Interval | None:
-    """How many times fewer tokens a contender needs than the baseline; below 1, it needs more.
+def _speed_up(own_rows: Sequence[Row], baselines: Sequence[Row]) -> Interval | None:
+    """Factor of fewer tokens than the baseline needs; below 1, the contender needs more.
 
-    Of the two runs of a seed, the better one is read: the tokens of a whole run, over those after
-    which its curve first comes down to the final loss of the other. This is the speed-up where the
-    contender is the better one, and its inverse where the baseline is. The mean over the seeds is
-    the geometric one, so that contender and baseline exchanged give the inverse.
+    For each seed: all tokens of the run with the lower final loss, over the tokens after which its
+    curve comes down to the final loss of the other run. This is the speed-up if the lower loss is
+    the contender's, and its inverse if it is the baseline's. The mean over the seeds is geometric,
+    so that contender and baseline exchanged give the inverse.
 
     None where no seed has both runs, and where one ends above its first loss.
     """
-    theirs, logs = {r.trial.seed: r.curve for r in baselines}, []
-    for result in ours:
-        our, their = result.curve, theirs.get(result.trial.seed)
-        if our is None or their is None:
+    base_curves, logs = {r.trial.seed: r.curve for r in baselines}, []
+    for row in own_rows:
+        own, base = row.curve, base_curves.get(row.trial.seed)
+        if own is None or base is None:
             continue
-        is_better = our.losses[-1] <= their.losses[-1]
-        better, worse = (our, their) if is_better else (their, our)
+        is_better = own.losses[-1] <= base.losses[-1]
+        better, worse = (own, base) if is_better else (base, own)
         crossing = first_crossing(better.tokens, better.losses, worse.losses[-1])
         if not crossing:
             return None
@@ -293,8 +298,9 @@ def _speed_up(ours: Sequence[Row], baselines: Sequence[Row]) -> Interval | None:
     return Interval(mean=math.exp(log_mean.mean), low=low, high=high)
 
 
-def recorded(row: Row, contender: Contender) -> Recorded:
-    """The losses of a row; all steps of a trial have the tokens that its config says."""
+def record_of(row: Row, contender: Contender) -> Recorded:
+    """The losses of a row as a run's record, by steps and tokens."""
+    # Rows have no tokens: all steps of a trial have those that its config says.
     tokens_per_step = contender.config.tokens_per_step
     points = {TRAINING_LOSS: [(s, s * tokens_per_step, loss) for s, loss in row.train_losses]}
     if row.curve is not None and row.curve.loss_of == NAMES[VALIDATION_LOSS]:

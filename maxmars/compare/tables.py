@@ -1,4 +1,8 @@
-"""Tables and numbers of reports, in Markdown, LaTeX, CSV and in 80 columns."""
+"""Tables and numbers of reports, in Markdown, LaTeX, CSV and in 80 columns.
+
+A table is its columns and rows of text that is formatted already; each function writes one form,
+and escapes names for it, since a contender's name comes from a command line.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing import Any
 from maxmars.compare.statistics import Interval
 
 NONE = "–"
-"""A cell of a table for people that has no value."""
+"""Text of a cell without a value, in tables for people."""
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -22,7 +26,7 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def escape_markdown(text: str) -> str:
-    """A name on one line of Markdown that shows it as it is: no table, link, code or HTML."""
+    """A name as one line of Markdown without markup: no table, link, code or HTML."""
     line = "".join(c if c.isprintable() else " " for c in text)
     return re.sub(r"[\\`*|<>&\[\]]|:(?=//)", lambda match: f"&#{ord(match[0])};", line)
 
@@ -51,15 +55,15 @@ def csv_table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table in 80 columns. No word is broken: a name in the first column that has no room
-    beside its numbers stands above them."""
+    """Print a table in 80 columns, without breaking words: a name in the first column stands above
+    its numbers where it has no room beside them."""
     width_of = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     gap = 2 if sum(width_of) + 2 * (len(columns) - 1) <= 80 else 1
     name_width = min(width_of[0], max(8, 80 - sum(width + gap for width in width_of[1:])))
     for index, (name, *numbers) in enumerate((columns, *rows)):
         cells = "".join(f"{n:>{w + gap}}" for n, w in zip(numbers, width_of[1:], strict=True))
         name = "".join(c if c.isprintable() else " " for c in name)
-        *above, last = folded(name, name_width) or [""]
+        *above, last = fold_name(name, name_width) or [""]
         if len(last) > name_width:
             above, last = [*above, last], ""
         print(*above, f"{last:<{name_width}}{cells}".rstrip(), sep="\n")
@@ -67,9 +71,9 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
             print("─" * (name_width + len(cells)))
 
 
-def folded(name: str, width: int) -> list[str]:
-    """A name on lines that end after a blank, a comma or `/`; a word without these may be longer
-    than the width."""
+def fold_name(name: str, width: int) -> list[str]:
+    """Fold a name into lines that end after a blank, a comma or `/`; a word without these may be
+    longer than the width."""
     lines = [""]
     for piece in re.findall(r"[^ ,/]*[ ,/]*", name):
         if lines[-1] and len(lines[-1]) + len(piece.rstrip()) > width:
@@ -79,13 +83,13 @@ def folded(name: str, width: int) -> list[str]:
 
 
 def fold(text: str) -> str:
-    """A sentence on lines of 80 columns."""
+    """Fold a sentence into lines of 80 columns."""
     return textwrap.fill(
         text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
 
 
-def interval(value: Interval, form: str, digits: int = 4) -> str:
+def format_interval(value: Interval, form: str, digits: int = 4) -> str:
     """The mean, and half the width of its interval if there is one."""
     mean = form.format(value.mean)
     if value.low is None or value.high is None:

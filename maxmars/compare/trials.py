@@ -74,19 +74,19 @@ MAY_DIFFER = (
 
 
 Setting = tuple[tuple[str, Number], ...]
-"""The learning rate, and the values of tuned fields that are not the config's own."""
+"""Field and value pairs: the learning rate, and tuned fields that differ from the config."""
 
 
 def make_setting(config: TrainConfig, values: Mapping[str, Number]) -> Setting:
-    """The setting of these values of tuned fields; the same values are the same setting, whatever
-    else is tuned."""
+    """The setting of these values of tuned fields."""
+    # Without values that are the config's: settings then stay equal when a field more is tuned.
     changed = {f: v for f, v in sorted(values.items()) if v != value_of(config, f)}
     rate = values.get(LEARNING_RATE, config.optimizer.learning_rate)
     return tuple(({LEARNING_RATE: rate} | changed).items())
 
 
 def describe_setting(setting: Setting) -> str:
-    """For people and directories: `learning_rate=0.002,b1=0.95`."""
+    """Text for people and directories: `learning_rate=0.002,b1=0.95`."""
     return ",".join(f"{field}={value!r}" for field, value in setting)
 
 
@@ -97,7 +97,7 @@ class Contender:
     name: str
     config: TrainConfig
     grids: tuple[Grid, ...]
-    """Of the fields that are tuned, in the order of the search."""
+    """Grids of the tuned fields, in the order of the search."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +129,7 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """How a trial ended."""
+    """Result of a finished trial."""
 
     trial: Trial
     loss: float
@@ -153,10 +153,9 @@ class Row:
     environment: Mapping[str, Any]
     """Versions and devices, as in `environment.json` of the run."""
     cost: Mapping[str, int] | None = None
-    """What the contender's step keeps and moves, see `run.step_cost`; of one row a contender."""
+    """Bytes of the contender's step, see `run.step_cost`; in one row of each contender."""
     data: str | None = None
-    """Digest of all the data of the run; None of results before they had it, and where no step
-    ran."""
+    """Digest of all data of the run; None in old rows, and where no step ran."""
 
 
 Rows = Mapping[Trial, Row]
@@ -165,7 +164,7 @@ Rows = Mapping[Trial, Row]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is compared with what."""
+    """The contenders and seeds of a comparison, and how contenders are tuned."""
 
     contenders: tuple[Contender, ...]
     baseline: str
@@ -181,7 +180,7 @@ class Comparison:
 
     @property
     def options(self) -> dict[str, Any]:
-        """How contenders are tuned and tested, as files hold it."""
+        """The fields of `compare.json` on how contenders are tuned and tested."""
         names = ("baseline", "seeds", "budget", "finalists", "confirm")
         return {name: getattr(self, name) for name in names}
 
@@ -221,18 +220,19 @@ def _differences(
     return [row for row in differences(config, other) if not row[0].startswith(ignored)]
 
 
-def _keep_code(config: TrainConfig, workdir: Path) -> None:
-    """Copy the Python files that a config names to where `with_kept_code` finds them."""
+def _copy_code(config: TrainConfig, workdir: Path) -> None:
+    """Copy the Python files that a config names to where `with_recorded_code` finds them."""
     for source in sources_in(config):
+        # A file that has changed since the first command has its copy, which trials run.
         if source.as_it_is() == source:
-            keep_code(source, workdir, _kept_in(source))
+            keep_code(source, workdir, _copy_directory(source))
 
 
-def _kept_in(source: Source) -> str:
+def _copy_directory(source: Source) -> str:
     return f"{_SOURCES}/{(source.sha256 or '')[:16]}"
 
 
-def with_kept_code(config: Part, workdir: Path) -> Part:
+def with_recorded_code(config: Part, workdir: Path) -> Part:
     """A config of a comparison, or a part of one, with each function in the copy of its file in
     `workdir`.
 
@@ -241,19 +241,19 @@ def with_kept_code(config: Part, workdir: Path) -> Part:
     """
     way_out = "put that file back there, or compare the file as it is now in another --workdir"
     return with_sources(
-        config, lambda source: recorded_copy(source, workdir, _kept_in(source), way_out)
+        config, lambda source: recorded_copy(source, workdir, _copy_directory(source), way_out)
     )
 
 
 def check_continues(comparison: Comparison, workdir: Path) -> dict[str, TrainConfig]:
-    """Check that a comparison can begin in `workdir`, or continue the one that it holds.
+    """Check that a comparison can begin in `workdir`, or continue the one there.
 
     Returns:
-      The configs that it holds, by contender.
+      The configs that `workdir` holds, by contender.
 
     Raises:
-      ValueError: it holds a comparison of another version, or a contender of the same name with
-        another config or code.
+      ValueError: `workdir` holds a comparison of another version, or a contender of the same name
+        with another config or code.
     """
     stored = _configs_in(_read_fields(workdir))
     for contender in comparison.contenders:
@@ -273,9 +273,9 @@ def check_continues(comparison: Comparison, workdir: Path) -> dict[str, TrainCon
 
 
 def open_comparison(comparison: Comparison, workdir: Path) -> None:
-    """Begin a comparison in `workdir`, or continue the one that it holds; writes `compare.json`.
+    """Begin a comparison in `workdir`, or continue the one there; writes `compare.json`.
 
-    Contenders that it had before keep their configs.
+    Contenders of earlier commands keep their configs.
 
     Raises:
       ValueError: see `check_continues`.
@@ -294,11 +294,11 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
     }
     write_json(workdir / COMPARISON, fields)
     for contender in comparison.contenders:
-        _keep_code(contender.config, workdir)
+        _copy_code(contender.config, workdir)
 
 
 def _configs_in(fields: Mapping[str, Any]) -> dict[str, TrainConfig]:
-    """The configs by contender in what `compare.json` says."""
+    """The configs by contender in the fields of `compare.json`."""
     return {name: from_dict(config) for name, config in fields.get("configs", {}).items()}
 
 
@@ -346,8 +346,8 @@ def write_row(row: Row, workdir: Path) -> None:
     fields = {"cell": fields.pop("trial"), **fields}  # as the format calls it
     path = workdir / _ROWS
     # On a network disk two machines that append at the same time write over each other.
-    with naming(path), path.open("ab") as held:
-        if not try_lock(held, path, _PATIENCE_S):
+    with naming(path), path.open("ab") as file:
+        if not try_lock(file, path, _PATIENCE_S):
             raise TimeoutError(f"another process has had the lock for {_PATIENCE_S:g} s")
         rows = LineFile(path)
         rows.write(json.dumps(fields))
@@ -355,12 +355,11 @@ def write_row(row: Row, workdir: Path) -> None:
 
 
 def read_rows(comparison: Comparison, workdir: Path) -> dict[Trial, Row]:
-    """The rows of the finished trials with the contenders and seeds of a comparison, whatever
-    their settings."""
+    """The rows of finished trials with contenders and seeds of a comparison, of any setting."""
     names = [contender.name for contender in comparison.contenders]
     rows: dict[Trial, Row] = {}
     for fields in read_json_lines(workdir / _ROWS):
-        # A row that cannot be read does not count: its trial is run again, and writes another one.
+        # A row that is damaged does not count: its trial is run again, and writes another one.
         with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
             row = _row(dict(fields))
             if row.trial.contender in names and row.trial.seed in comparison.seeds:
@@ -369,7 +368,8 @@ def read_rows(comparison: Comparison, workdir: Path) -> dict[Trial, Row]:
 
 
 def _row(fields: dict[str, Any]) -> Row:
-    """The row that `write_row` made these fields of."""
+    """The row of which `write_row` made these fields."""
+    # JSON has lists for tuples, and texts for infinite losses.
     trial, curve = fields.pop("cell"), fields.pop("curve")
     setting = tuple((field, value) for field, value in trial["setting"])
     if curve is not None:
@@ -386,7 +386,7 @@ def _damaged(workdir: Path) -> ValueError:
 
 
 def _read_fields(workdir: Path) -> dict[str, Any]:
-    """What `compare.json` says; nothing where there is no such file."""
+    """The fields of `compare.json`; none where there is no such file."""
     path = workdir / COMPARISON
     if not path.is_file():
         return {}

@@ -18,7 +18,7 @@ from maxmars.checkpoint.environment import changes_since, environment
 from maxmars.compare.curves import Curve
 from maxmars.compare.run import find_start, run_trial
 from maxmars.compare.summary import Summary, summarize
-from maxmars.compare.trials import Row, with_kept_code
+from maxmars.compare.trials import Row, with_recorded_code
 from maxmars.config import PythonSourcesConfig, TokenShardsConfig, TrainConfig
 from maxmars.distributed import sharding
 
@@ -26,9 +26,9 @@ LOSS_TOLERANCE = 0.02
 """Nats by which a repeated final loss may differ: rounding grows over a run, and moved the final
 losses of trials by up to 0.009 from one mesh to another."""
 CURVE_TOLERANCE = 0.05
-"""The same of evaluations before the last one, when the learning rate is higher."""
+"""Nats by which earlier validation losses may differ, at higher learning rates."""
 SAME_STATE_TOLERANCE = 1e-3
-"""The same of all evaluations of a run that ends with the digest of the row."""
+"""Nats by which all validation losses may differ if the run ends with the digest of the row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class Reproduction:
 
     row: Row
     repeated: Row | None = None
-    """The result here; None where the run does not even start as the row says."""
+    """Row of the run here; None where the run does not even start like the recorded one."""
     difference: float = math.inf
     """The largest difference of the validation losses, in nats."""
     problem: str | None = None
-    """Why it does not confirm the row; None if it does."""
+    """Why the repetition does not confirm the row; None if it does."""
 
     @property
     def text(self) -> str:
-        """The verdict."""
+        """The verdict, in a line."""
         row, repeated = self.row, self.repeated
         whose = f"{row.trial.contender}, seed {row.trial.seed}"
         if self.problem is not None or repeated is None:
@@ -53,7 +53,7 @@ class Reproduction:
         same_state = repeated.final_state is not None and repeated.final_state == row.final_state
         digest = f"same digest {row.final_state[:16]}, " if same_state and row.final_state else ""
         how = f"equal up to rounding (losses differ by at most {self.difference:.1e})"
-        # A row that is kept for long has every eighth loss, or fewer.
+        # Published rows have been thinned to every eighth training loss, or fewer.
         losses = dict(repeated.train_losses)
         is_equal = all(losses.get(step) == loss for step, loss in row.train_losses)
         if same_state and not self.difference and is_equal:
@@ -86,8 +86,8 @@ def verify(
       FileNotFoundError: there is no data, or a file that its config names is another one here.
       KeyboardInterrupt: a signal stopped the run.
     """
-    row, config = _find(summarize(workdir), contender, seed)
-    config = with_kept_code(config, workdir)
+    row, config = _find_row(summarize(workdir), contender, seed)
+    config = with_recorded_code(config, workdir)
     if data_path is not None:
         if not isinstance(config.data, TokenShardsConfig):
             raise ValueError(f"--data {data_path}: these tokens are not read from a directory.")
@@ -95,6 +95,7 @@ def verify(
     here = environment(sharding.training_mesh(config.mesh, config.model))
     if changes := changes_since(row.environment, here, devices=True):
         log(f"changed since: {', '.join(changes)}")
+    # Weights and tokens first: they are digested in seconds, and a run takes hours.
     weights, tokens = find_start(config)
     if weights != row.initial_weights:
         problem = f"it starts from other weights, digest {weights}."
@@ -102,6 +103,7 @@ def verify(
     if tokens != row.tokens:
         problem = f"the tokens are other ones, digest {tokens}."
         python, own = row.environment.get("python"), platform.python_version()
+        # These data are the standard library's files, other ones in each version.
         if isinstance(config.data, PythonSourcesConfig) and python != own:
             problem += f" They are the sources of Python {python}, and this is Python {own}."
         return Reproduction(row=row, problem=problem)
@@ -111,7 +113,7 @@ def verify(
     return judge(row, repeated)
 
 
-def _find(summary: Summary, contender: str | None, seed: int | None) -> tuple[Row, TrainConfig]:
+def _find_row(summary: Summary, contender: str | None, seed: int | None) -> tuple[Row, TrainConfig]:
     """The row of a contender at its best setting, and the config of its run."""
     ranked = [(o.best.loss.mean, o) for o in summary.outcomes if o.best is not None]
     outcomes = {o.contender.name: o for _, o in sorted(ranked, key=lambda pair: pair[0])}
@@ -128,19 +130,20 @@ def _find(summary: Summary, contender: str | None, seed: int | None) -> tuple[Ro
 
 
 def judge(row: Row, repeated: Row) -> Reproduction:
-    """Whether the repetition of a run confirms its row."""
+    """Judge whether the repetition of a run confirms its row."""
     final = _difference(row.loss, repeated.loss)
     curve = _largest_difference(row.curve, repeated.curve)
+    difference = max(final, curve)
     same_state = row.final_state is not None and row.final_state == repeated.final_state
     problem = None
-    if same_state and not max(final, curve) <= SAME_STATE_TOLERANCE:
-        far = max(final, curve)
-        problem = f"its end has the same digest, but a validation loss differs by {far:.2g} nats."
+    # `not ... <=` instead of `>`, so that NaN is a problem too.
+    if same_state and not difference <= SAME_STATE_TOLERANCE:
+        nats = f"{difference:.2g} nats"
+        problem = f"its end has the same digest, but a validation loss differs by {nats}."
     elif not final <= LOSS_TOLERANCE:
         problem = f"the final loss differs by {final:.2g} nats, more than {LOSS_TOLERANCE:g}."
     elif not curve <= CURVE_TOLERANCE:
         problem = f"a validation loss differs by {curve:.2g} nats, more than {CURVE_TOLERANCE:g}."
-    difference = max(final, curve)
     return Reproduction(row=row, repeated=repeated, difference=difference, problem=problem)
 
 
@@ -154,8 +157,8 @@ def _largest_difference(recorded: Curve | None, repeated: Curve | None) -> float
 
 
 def _difference(recorded: float, repeated: float) -> float:
-    """The difference of two losses: 0 of two that both are no numbers, or the same infinity, and
-    infinite where one of them is a number only."""
+    """The difference of two losses: 0 if both are NaN or the same infinity, infinite if only one of
+    them is finite."""
     if recorded == repeated or (math.isnan(recorded) and math.isnan(repeated)):
         return 0.0
     return math.inf if math.isnan(recorded - repeated) else abs(recorded - repeated)

@@ -47,12 +47,7 @@ from maxmars.distributed.sharding import (
     on_shards,
 )
 from maxmars.model import kv_cache
-from maxmars.model.attention import (
-    RESIDUALS,
-    attention,
-    flat_attention_on_mesh,
-    takes_flat,
-)
+from maxmars.model.attention import RESIDUALS, attention, flat_attention_on_mesh, takes_flat
 from maxmars.model.products import cpu_linear
 from maxmars.optim import MatrixSpec
 

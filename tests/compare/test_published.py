@@ -25,7 +25,7 @@ def summaries() -> dict[str, Summary]:
 
 
 def interval(value: Interval, sign: str = "") -> str:
-    return tables.interval(value, f"{{:{sign}.3f}}", 3).replace("-", "−")
+    return tables.format_interval(value, f"{{:{sign}.3f}}", 3).replace("-", "−")
 
 
 def p_value(p: float) -> str:

@@ -19,7 +19,7 @@ from maxmars.compare.figures import (
     draw_tuning,
 )
 from maxmars.compare.statistics import Interval
-from maxmars.compare.summary import Tried
+from maxmars.compare.summary import TriedSetting
 from maxmars.compare.tables import print_table
 from maxmars.config import to_dict
 
@@ -50,7 +50,7 @@ def draw_losses(lines, path, **options):
 
 
 def tried(value, *losses, on_slice=True):
-    return Tried(value=value, losses=losses, on_slice=on_slice)
+    return TriedSetting(value=value, losses=losses, on_slice=on_slice)
 
 
 def test_the_curve_of_a_run(tmp_path):

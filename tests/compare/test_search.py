@@ -207,7 +207,7 @@ def test_trials_that_a_search_with_other_options_left_may_win():
     best = Search(comparison(fields).contenders[0], comparison(fields, seeds=(0,)), left).best
     short = comparison(fields, seeds=(0, 1), budget=4)
     asked = next_trials(short, left)
-    assert best not in Search(short.contenders[0], short, left).tried
+    assert best not in Search(short.contenders[0], short, left).requested
     assert asked == [Trial(contender="a", setting=best, seed=1)]
 
 
