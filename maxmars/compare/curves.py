@@ -1,4 +1,8 @@
-"""What a run recorded, as functions of its tokens: losses, rates and norms, read from its files."""
+"""Records of runs: losses, rates and norms by step and tokens, read from their metrics.jsonl.
+
+A `Recorded` is one run; a `Line` is the runs of several seeds, which figures draw with their mean.
+A row of a comparison has only a `Curve`, the loss that shows the run.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +61,7 @@ Point = tuple[int, int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What one run recorded."""
+    """The record of one run."""
 
     points: Mapping[str, Sequence[Point]]
     """Metric -> points, steps increasing; the metrics of `NAMES`, `NORMS` by component of the
@@ -100,7 +104,8 @@ class Line:
         return [np.array(run.points[metric], float).T for run in self.runs if metric in run.points]
 
     def mean(self, metric: str) -> np.ndarray:
-        """The same of the mean over the runs, at the steps that all of them reached."""
+        """Steps, tokens and mean values [3, points], at the steps that all runs reached."""
+        # A run that diverged, or still trains, has fewer points than the others.
         runs = self.points(metric)
         steps = functools.reduce(np.intersect1d, [run[0] for run in runs])
         runs = [run[:, np.isin(run[0], steps)] for run in runs]
@@ -118,8 +123,8 @@ class Line:
 
 
 def shown_names(lines: Sequence[Line]) -> dict[str, str]:
-    """How tables and figures show the names of lines: that of a single seed says so where others
-    are means of several."""
+    """Name of each line -> its text in tables and figures, which marks a single seed where other
+    lines are means of several."""
     is_mixed = any(line.runs[1:] for line in lines)
     alone = {line.name for line in lines if is_mixed and not line.runs[1:]}
     return {line.name: f"{line.name}{' (1 seed)' * (line.name in alone)}" for line in lines}
@@ -147,7 +152,7 @@ def read_run(workdir: epath.PathLike, name: str) -> Line:
 
 
 def read_recorded(workdir: epath.PathLike, config: TrainConfig) -> Recorded:
-    """What a run recorded in its `metrics.jsonl`, if that is there."""
+    """The record of a run in its `metrics.jsonl`; empty without that file."""
     rows = read_metrics(workdir)
     keys = sorted({key for row in rows for key in row})
     more = [
@@ -205,10 +210,8 @@ def _over_layers(run: Recorded) -> Recorded:
 
 
 def _points(rows: Sequence[dict[str, Any]], key: str, config: TrainConfig) -> list[Point]:
-    """The points of a metric, by step; of a step that is there twice, the last line counts.
-
-    Lines of before do not tell the tokens, and count those of the config's steps.
-    """
+    """The points of a metric, by step. Lines of old runs have no tokens: the config gives them."""
+    # A resumed run repeats the steps after its checkpoint: the last line of a step counts.
     points = {
         row["step"]: (
             row["step"],

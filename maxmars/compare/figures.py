@@ -61,8 +61,8 @@ _STYLE = {
 }
 _THIN = 0.7  # points
 _WARM_UP = 0.12  # values in this first share of the horizontal axis may lie above the figure
-_FEWEST = 2  # points of a run after that share; with fewer it counts, too
-_REACH = 1.5  # of an axis of losses, in ranges of the lower half of the runs
+_MIN_POINTS = 2  # points of a run after that share; where no run has so many, the share counts too
+_LOSS_RANGES = 1.5  # height of an axis of losses, in ranges of the lower half of the runs
 _DECADES = 2  # of a logarithmic axis above the lower half of the runs
 _SMOOTHED = 16  # a running mean is over one of so many parts of a run
 _AXES = {"tokens": "tokens", "steps": "steps", "time": "time of the steps", "layers": "layer"}
@@ -255,7 +255,7 @@ def _runs(drawn: Sequence[_Series]) -> list[tuple[np.ndarray, np.ndarray]]:
 def _series(
     lines: Sequence[Line], drawn: Sequence[Line], metric: str, against: str
 ) -> list[_Series]:
-    """What is drawn of a metric; how lines look follows from all of them."""
+    """The series of a metric; the style of a line follows from the names of all lines."""
     series, numbers, shown = [], _numbers([line.name for line in lines]), shown_names(lines)
     for line in drawn:
         if not (runs := line.points(metric)):
@@ -333,13 +333,12 @@ def _draw(axes: Axes, drawn: Sequence[_Series], metric: str) -> None:
 def _limits(
     drawn: Sequence[_Series], *, are_losses: bool, is_log: bool
 ) -> tuple[float, float] | None:
-    """The vertical range of what runs do, as far as a run that diverged does not flatten the
-    others: of losses after the warm-up, `_REACH` times the range of the lower half of the runs;
-    on a logarithmic axis of rates or norms, which differ more between sound runs, `_DECADES` above
-    that half."""
+    """The vertical range of a panel, in which a run that diverged does not flatten the others: for
+    losses after the warm-up, `_LOSS_RANGES` times the range of the lower half of the runs; for
+    rates and norms on a logarithmic axis, which differ more, `_DECADES` above that half."""
     runs = _runs(drawn)
     settled = _WARM_UP * max(float(x[-1]) for x, _ in runs) if are_losses else 0.0
-    if all(np.sum(x >= settled) < _FEWEST for x, _ in runs):
+    if all(np.sum(x >= settled) < _MIN_POINTS for x, _ in runs):
         settled = 0.0  # else nothing but the ends would be seen
     late = [values[(x >= settled) & np.isfinite(values)] for x, values in runs]
     if is_log:
@@ -350,7 +349,7 @@ def _limits(
     bottom, highs = min(map(np.min, late)), list(map(np.max, late))
     half, top = np.percentile(highs, 50, method="lower"), max(highs)
     if are_losses and half > bottom:
-        top = min(top, bottom + _REACH * (half - bottom))
+        top = min(top, bottom + _LOSS_RANGES * (half - bottom))
     elif is_log:
         top = min(top, half + _DECADES)
     margin = 0.05 * (top - bottom)

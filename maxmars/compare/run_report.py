@@ -1,5 +1,6 @@
-"""The reports of single runs, and what those of comparisons share with them: figures of lines, and
-`curves.csv`."""
+"""The reports of single runs, and the parts that reports of comparisons share with them: figures of
+lines, `curves.csv`, and the check that a report replaces only one of the same runs (`check_out`).
+"""
 
 from __future__ import annotations
 
@@ -42,15 +43,15 @@ Format = Literal["png", "pdf", "svg"]
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Where figures of a report go, and what they are of."""
+    """Directory, format and note of a report's figures."""
 
     out: Path
     """Directory of the report."""
     format: Format
     folder: str = ""
-    """Below `figures`."""
+    """Folder below `figures`."""
     note: str = ""
-    """What stands above each."""
+    """Text above each figure."""
 
     def path(self, name: str) -> Path:
         return self.out / "figures" / self.folder / f"{name}.{self.format}"
@@ -107,25 +108,25 @@ def write_run_report(
 
 
 def origin_of(workdirs: Iterable[epath.Path]) -> str:
-    """What a report is of, in a sentence of its page."""
+    """The sentence of a report's page on what it is of."""
     named = sorted({escape_markdown(str(workdir)) for workdir in workdirs})
     return f"Made by `maxmars report` of {', '.join(named)}."
 
 
 def check_out(out: Path, origin: str) -> None:
-    """Check that nothing is overwritten but an earlier report of the same.
+    """Check that nothing is overwritten but an earlier report of the same runs.
 
     Args:
       out: the directory of the new report.
-      origin: the sentence by which the page of an earlier report says that it is of the same.
+      origin: the sentence by which an earlier page says that it is of the same runs.
 
     Raises:
       FileExistsError: `out` holds something else by the name of a part of the report.
     """
-    taken = [name for name in ("report.md", "figures") if (out / name).exists()]
-    if taken and origin not in (read_text(out / "report.md") or "").splitlines():
+    existing = [name for name in ("report.md", "figures") if (out / name).exists()]
+    if existing and origin not in (read_text(out / "report.md") or "").splitlines():
         raise FileExistsError(
-            f"{out} holds {' and '.join(taken)} already, not as a report of the same runs; move "
+            f"{out} holds {' and '.join(existing)} already, not as a report of the same runs; move "
             "them away, or give single runs another directory by --out."
         )
 
@@ -198,6 +199,7 @@ def _run_table(lines: Sequence[Line]) -> tuple[Sequence[str], Sequence[Sequence[
             final, lowest = f"{means[-1]:.4f}", f"{np.fmin.reduce(means):.4f}"
         if line.runs[0].step_time_s is not None:
             step = f"{1000 * line.runs[0].step_time_s:.1f}"
+        # The loss of a single batch is noise, so a run's last twentieth is averaged.
         if losses := [values for *_, values in line.points(TRAINING_LOSS)]:
             late = [float(np.mean(each[-max(1, len(each) // 20) :])) for each in losses]
             training = f"{np.mean(late):.4f}"
@@ -222,10 +224,10 @@ def _time_table(seconds: Mapping[str, Mapping[str, float]]) -> str:
 
 
 def curves_csv(runs: Iterable[tuple[Mapping[str, str], Recorded]]) -> str:
-    """What runs recorded, a line for each of their steps, with the metrics' own names.
+    """The records of runs as CSV, a line for each step, with the metrics' own names.
 
     Args:
-      runs: what tells a run from others, and the run.
+      runs: for each run labels, which tell it from others, and its record.
     """
     rows: list[dict[str, Any]] = []
     for labels, run in runs:
@@ -236,6 +238,7 @@ def curves_csv(runs: Iterable[tuple[Mapping[str, str], Recorded]]) -> str:
                 start = {**labels, "step": step, "tokens": tokens, "seconds": seconds}
                 by_step.setdefault(step, start)[metric] = value
         rows += [by_step[step] for step in sorted(by_step)]
+    # Labels, step, tokens and seconds, then all metrics by name.
     first = [*rows[0]][: [*rows[0]].index("seconds") + 1] if rows else []
     columns = [*first, *sorted({name for row in rows for name in row} - set(first))]
     return csv_table(columns, [[row.get(name) for name in columns] for row in rows])

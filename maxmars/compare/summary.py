@@ -41,7 +41,7 @@ from maxmars.compare.trials import (
     Setting,
     read_comparison,
     read_rows,
-    with_kept_code,
+    with_recorded_code,
 )
 from maxmars.model.parameters import Parameters
 
@@ -202,7 +202,7 @@ def summarize(workdir: Path) -> Summary:
                 cost=next((r.cost for r in own if r.cost), {}),
             )
         )
-    model = with_kept_code(comparison.contenders[0].config.model, workdir)
+    model = with_recorded_code(comparison.contenders[0].config.model, workdir)
     p = {o.contender.name: o.best.test.p for o in outcomes if o.best and o.best.test}
     return Summary(
         comparison=comparison,

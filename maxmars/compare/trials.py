@@ -220,14 +220,6 @@ def _differences(
     return [row for row in differences(config, other) if not row[0].startswith(ignored)]
 
 
-def _copy_code(config: TrainConfig, workdir: Path) -> None:
-    """Copy the Python files that a config names to where `with_recorded_code` finds them."""
-    for source in sources_in(config):
-        # A file that has changed since the first command has its copy, which trials run.
-        if source.as_it_is() == source:
-            keep_code(source, workdir, _copy_directory(source))
-
-
 def _copy_directory(source: Source) -> str:
     return f"{_SOURCES}/{(source.sha256 or '')[:16]}"
 
@@ -293,8 +285,10 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
         "configs": {name: to_dict(config) for name, config in configs.items()},
     }
     write_json(workdir / COMPARISON, fields)
-    for contender in comparison.contenders:
-        _copy_code(contender.config, workdir)
+    # Trials run copies; of a file that has changed since the config was made, there is one already.
+    for source in (source for c in comparison.contenders for source in sources_in(c.config)):
+        if source.as_it_is() == source:
+            keep_code(source, workdir, _copy_directory(source))
 
 
 def _configs_in(fields: Mapping[str, Any]) -> dict[str, TrainConfig]:

@@ -447,14 +447,12 @@ class HFModel:
         return sum(map(math.prod, self.shapes.values())) * np.dtype(dtype).itemsize
 
 
-def gpt2_model(
-    config: GPT2Config, arrays_of: Callable[[HFLayout], Iterable[np.ndarray]]
-) -> HFModel:
+def gpt2_model(config: GPT2Config, load: Callable[[HFLayout], Iterable[np.ndarray]]) -> HFModel:
     """A GPT-2 in Hugging Face's names and shapes.
 
     Args:
       config: the model.
-      arrays_of: function from a parameter to its arrays, one a layer if it is stacked, in our
+      load: function from a parameter to its arrays, one a layer if it is stacked, in our
         shapes or Hugging Face's. A model without biases gets zeros, and no call for them.
     """
 
@@ -463,7 +461,7 @@ def gpt2_model(
             if layout.is_bias and not config.use_bias:
                 yield from (np.zeros(layout.shape, np.float32) for _ in layout.names)
                 continue
-            for values in arrays_of(layout):
+            for values in load(layout):
                 yield values.reshape(-1, *layout.shape[1:])[: layout.shape[0]]
 
     shapes = {

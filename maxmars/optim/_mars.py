@@ -143,9 +143,7 @@ def correct_gradient(
             )
         kappa = (gamma(state.count) if callable(gamma) else gamma) * b1 / (1 - b1)
         corrected = jax.tree.map(
-            lambda g, old: g + jnp.asarray(kappa, g.dtype) * (g - old.astype(g.dtype)),
-            wide,
-            last,
+            lambda g, old: g + jnp.asarray(kappa, g.dtype) * (g - old.astype(g.dtype)), wide, last
         )
         new_last_grad = None if exact else cast_like(updates, state.last_grad)
         count = jnp.asarray(optax.safe_increment(state.count))

@@ -49,8 +49,8 @@ class MatrixSpec:
     embedding: bool = False
     """Whether the parameter is a table of vectors, which matrix rules may leave to AdamW."""
     padding: int = 0
-    """Number of entries at the end of the output axis that are padding, such as tokens that fill up
-    a vocabulary. They do not count where the shape of a matrix scales its update."""
+    """Number of padding entries at the end of the output axis, such as tokens that fill up a
+    vocabulary. They do not count where the shape of a matrix scales its update."""
 
     def __post_init__(self) -> None:
         """Reject axes that stand twice, are missing or cannot be split."""

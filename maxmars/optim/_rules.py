@@ -35,9 +35,7 @@ REQUIREMENTS: dict[str, Callable[[float], bool]] = {
 }
 
 
-def in_float32(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+def in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`inner`, calculated in float32 at least: float16 has no 1e-8, and 0.999 is 1 in bfloat16.
 
     `inner` gets gradients, parameters and state in the wider dtype. The new state has the dtypes of

@@ -34,9 +34,6 @@ Where the owners divide the stack, the state stays with them: it is cut along th
 all-to-alls are all there is. Where they do not, it is cut like the leaf (a Gram matrix along its
 rows and columns) and travels too, as padding a checkpoint would tie it to the mesh. A Gram matrix
 whose side the axes do not divide is copied.
-
-The file goes from the optimizer to the step of a stack of matrices, where its state lies on a
-mesh, and the eigenvectors.
 """
 
 import functools
