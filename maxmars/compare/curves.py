@@ -92,7 +92,7 @@ class Line:
 
     name: str
     runs: tuple[Recorded, ...]
-    """At least one. All have the same points, but some may end before others."""
+    """Records of at least one run, all with the same points, of which some end earlier."""
 
     @property
     def loss(self) -> str:

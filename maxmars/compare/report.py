@@ -485,7 +485,7 @@ def _cost_rows(summary: Summary) -> Sequence[Sequence[str]]:
         if cost:
             state = cost["optimizer_state_bytes"]
             ratio = f"{state / cost['num_parameters']:.2f}"
-            # On several devices the state's bytes are one device's share of it.
+            # On several devices the bytes are one device's, and would be too few a parameter.
             ratio = ratio if cost["num_devices"] == 1 else NONE
             memory = [f"{short(state)}B", ratio, f"{short(cost['collective_bytes'])}B"]
         rows.append((outcome.contender.name, *speed, *memory))

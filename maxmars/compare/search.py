@@ -201,8 +201,7 @@ class _Losses:
         return self._mean(self.trials_all_seeds([values]), values)
 
     def loss_to_beat(self, best: _Values) -> tuple[float, float]:
-        """Key that others must beat with the first seed. Where the best values were lucky with that
-        seed, it is their mean."""
+        """Key to beat with the first seed: the mean loss of best values that were lucky with it."""
         return max(self.first_seed_loss(best), self.mean_loss(best))
 
     def _trials(self, candidates: Iterable[_Values], seeds: tuple[int, ...]) -> list[Trial]:

@@ -165,8 +165,7 @@ class Summary:
     """Versions and devices of the first trial; empty before it."""
 
     def mark(self, *names: str) -> str:
-        """Mark behind a p value of these contenders: `MARK` for the reasons in `MARK_MEANS`, or
-        nothing."""
+        """Mark behind a p value of these contenders: `MARK`, as `MARK_MEANS` explains, or none."""
         named = [o for o in self.outcomes if o.contender.name in names]
         few = any(o.best is None or len(o.best.losses) < FEWEST_SEEDS for o in named)
         return MARK if few or not all(o.search.is_at_its_end for o in named) else ""
@@ -183,6 +182,7 @@ def summarize(workdir: Path) -> Summary:
     if not rows:
         raise ValueError(f"no trial of {workdir} is finished yet; start its comparison again.")
     searches = {c.name: Search(c, comparison, rows) for c in comparison.contenders}
+    # The baseline first: each contender is tested against it, whatever their order.
     base = searches[comparison.baseline]
     baselines = [] if base.best is None else base.rows_at(base.best)
     outcomes = []
@@ -199,7 +199,7 @@ def summarize(workdir: Path) -> Summary:
                 best=_best(contender, search, baselines, step_time_s, workdir),
                 step_time_s=step_time_s,
                 rows=tuple(own),
-                cost=next((r.cost for r in own if r.cost), {}),
+                cost=next((r.cost for r in own if r.cost), {}),  # one row has it
             )
         )
     model = with_recorded_code(comparison.contenders[0].config.model, workdir)
@@ -290,6 +290,7 @@ def _speed_up(own_rows: Sequence[Row], baselines: Sequence[Row]) -> Interval | N
         crossing = first_crossing(better.tokens, better.losses, worse.losses[-1])
         if not crossing:
             return None
+        # Exchanging the two runs turns the sign: the mean of logarithms is then symmetric.
         logs.append((1 if is_better else -1) * math.log(better.tokens[-1] / crossing))
     if not logs:
         return None

@@ -58,13 +58,13 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table in 80 columns, without breaking words: a name in the first column stands above
     its numbers where it has no room beside them."""
     width_of = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-    gap = 2 if sum(width_of) + 2 * (len(columns) - 1) <= 80 else 1
+    gap = 2 if sum(width_of) + 2 * (len(columns) - 1) <= 80 else 1  # blanks between columns
     name_width = min(width_of[0], max(8, 80 - sum(width + gap for width in width_of[1:])))
     for index, (name, *numbers) in enumerate((columns, *rows)):
         cells = "".join(f"{n:>{w + gap}}" for n, w in zip(numbers, width_of[1:], strict=True))
         name = "".join(c if c.isprintable() else " " for c in name)
         *above, last = fold_name(name, name_width) or [""]
-        if len(last) > name_width:
+        if len(last) > name_width:  # one long word, which is not broken
             above, last = [*above, last], ""
         print(*above, f"{last:<{name_width}}{cells}".rstrip(), sep="\n")
         if index == 0:

@@ -108,7 +108,7 @@ def verify(
             problem += f" They are the sources of Python {python}, and this is Python {own}."
         return Reproduction(row=row, problem=problem)
     repeated = run_trial(row.trial, config, scratch, (weights, tokens))
-    if repeated is None:
+    if repeated is None:  # a signal ended the run, which saved its state in `scratch`
         raise KeyboardInterrupt
     return judge(row, repeated)
 
@@ -133,22 +133,20 @@ def judge(row: Row, repeated: Row) -> Reproduction:
     """Judge whether the repetition of a run confirms its row."""
     final = _difference(row.loss, repeated.loss)
     curve = _largest_difference(row.curve, repeated.curve)
-    difference = max(final, curve)
+    far = max(final, curve)
     same_state = row.final_state is not None and row.final_state == repeated.final_state
     problem = None
-    # `not ... <=` instead of `>`, so that NaN is a problem too.
-    if same_state and not difference <= SAME_STATE_TOLERANCE:
-        nats = f"{difference:.2g} nats"
-        problem = f"its end has the same digest, but a validation loss differs by {nats}."
-    elif not final <= LOSS_TOLERANCE:
+    if same_state and far > SAME_STATE_TOLERANCE:
+        problem = f"its end has the same digest, but a validation loss differs by {far:.2g} nats."
+    elif final > LOSS_TOLERANCE:
         problem = f"the final loss differs by {final:.2g} nats, more than {LOSS_TOLERANCE:g}."
-    elif not curve <= CURVE_TOLERANCE:
+    elif curve > CURVE_TOLERANCE:
         problem = f"a validation loss differs by {curve:.2g} nats, more than {CURVE_TOLERANCE:g}."
-    return Reproduction(row=row, repeated=repeated, difference=difference, problem=problem)
+    return Reproduction(row=row, repeated=repeated, difference=far, problem=problem)
 
 
 def _largest_difference(recorded: Curve | None, repeated: Curve | None) -> float:
-    """The largest difference of two curves; infinite where they have other points."""
+    """The largest difference of two curves; infinite where their points differ."""
     if recorded is None or repeated is None:
         return 0.0 if recorded is repeated else math.inf
     if (recorded.loss_of, recorded.tokens) != (repeated.loss_of, repeated.tokens):

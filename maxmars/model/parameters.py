@@ -44,7 +44,7 @@ def abstract_module(config: ModelConfig) -> nnx.Module:
       FileNotFoundError, ValueError: a module of the user's own is not as it should be; see
         `own_model.make_module`.
     """
-    return nnx.eval_shape(lambda: _make_module(config, 0))
+    return nnx.eval_shape(lambda: _make_module(config, 0))  # shapes do not depend on the seed
 
 
 def _make_module(config: ModelConfig, seed: int | jax.Array) -> nnx.Module:
@@ -186,5 +186,5 @@ class Parameters:
                 tables.append(leaf.size)
             if axes[-3:] == ("heads", "head_dim", "embed"):
                 width += math.prod(leaf.shape[:-1])
-        counted = self.count - sum(tables) + max(tables)
+        counted = self.count - sum(tables) + max(tables)  # look-ups multiply nothing
         return 6 * counted + 12 * width * self.model.max_seq_len

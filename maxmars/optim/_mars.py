@@ -212,8 +212,7 @@ def clip_by_matrix_norm(
             num_clipped = sum(
                 (jnp.sum(n > threshold, dtype=jnp.float32) for n in leaves), jnp.float32(0)
             )
-            # A tree may have no leaves: `optax.partition` masks all where no parameter is a matrix.
-            fraction = num_clipped / max(1, sum(n.size for n in leaves))
+            fraction = num_clipped / max(1, sum(n.size for n in leaves))  # a tree may have none
             return cast_like(clipped, updates), ClipByMatrixNormState(fraction)
 
         return optax.GradientTransformation(init_fn, update_fn)
@@ -254,8 +253,7 @@ def _scale_by_adam(
     With `amsgrad` the maximum is taken before the bias correction. Without `correct_eps`, ε is
     added before it, as in the AdamW inside MARS-M and Muon. `momentum` makes the numerator.
     """
-    # Plain Adam has optax's own state, for which other code may look.
-    if not amsgrad and correct_eps and momentum is None:
+    if not amsgrad and correct_eps and momentum is None:  # with optax's state, as others expect
         return optax.scale_by_adam(b1, b2, eps, mu_dtype=mu_dtype)
 
     def init_fn(params: Tree) -> ScaleByAmsgradState:
