@@ -69,7 +69,7 @@ class Best:
     seeds_needed: int | None
     """Seeds with which that test would find a difference of `EFFECT`; None where unknown."""
     speed_up: Interval | None
-    """Factor of fewer tokens than the baseline needs, see `_speed_up`."""
+    """Tokens that the baseline needs for a loss, over the contender's; see `_speed_up`."""
     line: Line
     """Curves of the seeds."""
 
@@ -199,7 +199,7 @@ def summarize(workdir: Path) -> Summary:
                 best=_best(contender, search, baselines, step_time_s, workdir),
                 step_time_s=step_time_s,
                 rows=tuple(own),
-                cost=next((r.cost for r in own if r.cost), {}),  # one row has it
+                cost=next((r.cost for r in own if r.cost), {}),  # in one of the rows
             )
         )
     model = with_recorded_code(comparison.contenders[0].config.model, workdir)
@@ -271,7 +271,7 @@ def _best(
 
 
 def _speed_up(own_rows: Sequence[Row], baselines: Sequence[Row]) -> Interval | None:
-    """Factor of fewer tokens than the baseline needs; below 1, the contender needs more.
+    """Data speed-up: the tokens that the baseline needs for a loss, over the contender's.
 
     For each seed: all tokens of the run with the lower final loss, over the tokens after which its
     curve comes down to the final loss of the other run. This is the speed-up if the lower loss is

@@ -156,7 +156,7 @@ def correct_gradient(
 def _without_prev_grads(
     inner: optax.GradientTransformation, *, refuse: bool = True
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` without `prev_grads`: given ones are an error, or another part's (`refuse=False`)."""
+    """`inner` without the argument `prev_grads`, which is refused or else withheld from it."""
     inner = optax.with_extra_args_support(inner)
 
     def update_fn(

@@ -443,8 +443,8 @@ def _next_bases(state: MatrixState) -> MatrixState:
 
 
 def _power_iteration(gram: Square, basis: Square) -> tuple[Square, Int[Array, "stack side"]]:
-    """The next basis, Q of the QR decomposition of gram @ basis, and the permutation that sorts the
-    old basis's columns by their estimated eigenvalues, which comes first."""
+    """The next basis: Q of the QR decomposition of gram @ basis, whose columns are first sorted by
+    estimated eigenvalues. Also the permutation by which they are sorted."""
     image = _matmul(_normalized(gram), basis)
     eigenvalues = jnp.sum(basis * image, axis=-2)
     permutation = jnp.argsort(eigenvalues, axis=-1, descending=True)
