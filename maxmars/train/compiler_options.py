@@ -26,10 +26,6 @@ _WHOLE_PRODUCTS: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_0
 _PRODUCTS_APART: Options = {"xla_tpu_dot_dot_fusion": False}
 _LEAST_WIDTH_APART = 1280
 
-# No products of one operand as one. XLA would so join those of keys and values, whose results it
-# then copies out of the joint one: 1.5 % of a step of small on an H200 by `step_clock`.
-_PRODUCTS_UNJOINED: Options = {"xla_gpu_dot_merger_threshold_mb": 0}
-
 # A product takes in a factor or a sum of its own shape, such as a GELU's slope. JAX 0.12 has it by
 # default: remove it when that is the oldest version.
 _FACTORS_IN_PRODUCTS: Options = {"xla_gpu_experimental_gemm_fusion_v2": True}
@@ -47,8 +43,7 @@ def compiler_options(config: TrainConfig, platform: str | None) -> dict[str, obj
     if platform == "tpu":
         is_wide = isinstance(model, GPT2Config) and model.embed_dim >= _LEAST_WIDTH_APART
         options = {**_WHOLE_PRODUCTS, **(_PRODUCTS_APART if is_wide else {})}
-    elif platform in GPUS:
-        is_old = jax.__version_info__ < (0, 12)
-        options = {**_PRODUCTS_UNJOINED, **(_FACTORS_IN_PRODUCTS if is_old else {})}
+    elif platform in GPUS and jax.__version_info__ < (0, 12):
+        options = _FACTORS_IN_PRODUCTS
     given = os.environ.get("LIBTPU_INIT_ARGS", "") + os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in given} or None
