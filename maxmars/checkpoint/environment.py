@@ -1,7 +1,7 @@
 """Environment of a run: versions, code, devices and mesh.
 
-It is recorded with each checkpoint and compared, never required: a run may continue with other
-versions and on other devices.
+It is recorded with each checkpoint. A run may continue with other versions and on other devices,
+which it then says.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 
 import maxmars
 from maxmars.config.checkout import git_commit, wheel_sha256
+from maxmars.optim._newton_schulz import cpu_multiplies_bfloat16
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
@@ -39,8 +40,7 @@ def environment(mesh: jax.sharding.Mesh) -> dict[str, Any]:
         "num_devices": len(devices),
         "num_processes": jax.process_count(),
         "mesh": dict(mesh.shape),
-        # XLA on CPUs splits sums by the number of threads, which changes their rounding.
-        **({"num_cores": _num_cores()} if devices[0].platform == "cpu" else {}),
+        **(_cpu() if devices[0].platform == "cpu" else {}),
         **({"libtpu_init_args": _libtpu_init_args()} if devices[0].platform == "tpu" else {}),
     }
 
@@ -66,7 +66,8 @@ def changes_since(
 ) -> list[str]:
     """Differences in words between two results of `environment`: of code, versions and CPU cores;
     with `devices` also of the system, the devices and the mesh."""
-    names = ["git_commit", "code", "python", *package_versions(), "num_cores", "libtpu_init_args"]
+    names = ["git_commit", "code", "python", *package_versions(), "libtpu_init_args"]
+    names += ["num_cores", "cpu_multiplies_bfloat16"]
     names += ["system", "platform", "device_kinds", "num_devices", "mesh"] if devices else []
     return [
         f"{name} {earlier[name]} -> {now[name]}"
@@ -78,6 +79,12 @@ def changes_since(
 def _libtpu_init_args() -> str:
     """Options of the TPU compiler from the environment variable."""
     return os.environ.get("LIBTPU_INIT_ARGS", "")
+
+
+def _cpu() -> dict[str, Any]:
+    """What of a CPU changes rounding: XLA splits sums by the number of threads, and Newton-Schulz
+    takes the instructions for products of bfloat16 where there are any."""
+    return {"num_cores": _num_cores(), "cpu_multiplies_bfloat16": cpu_multiplies_bfloat16()}
 
 
 def _num_cores() -> int | None:

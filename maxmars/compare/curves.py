@@ -200,10 +200,11 @@ def _over_layers(run: Recorded) -> Recorded:
     for key, of_key in run.points.items():
         if key.startswith("layers/"):
             # `blocks.kernel/3` of a stack, `blocks.3.kernel` of separate layers.
-            numbered = re.fullmatch(r"(.*)[./](\d+)([./].*|)", key)
+            numbered = re.fullmatch(r"(.*?)[./](\d+)([./].*|)", key)
             before, number, after = numbered.groups() if numbered else (key, 0, "")
-            median = float(np.nanmedian([value for *_, value in of_key]))
-            points.setdefault(before + after, []).append((int(number), int(number), median))
+            if finite := [value for *_, value in of_key if np.isfinite(value)]:
+                point = int(number), int(number), float(np.median(finite))
+                points.setdefault(before + after, []).append(point)
     return Recorded(
         points={metric: sorted(of_metric) for metric, of_metric in points.items()}, step_time_s=None
     )

@@ -21,7 +21,7 @@ LEARNING_RATE, WARMUP = "learning_rate", "warmup"
 
 _RATE_FACTORS = (0.5, 1.0, 2.0, 4.0)
 _NUM_BEYOND = 8  # values by which the search may leave each end of a grid
-_NUM_ABOVE_ZERO = 2  # those below a grid where 0 is allowed and comes next
+_NUM_ABOVE_ZERO = 2  # values below a grid that may end in 0: then 0 itself
 _FACTORS = {"weight_decay": 3.0, "vector_weight_decay": 3.0, "eps": 10.0}
 _DECAY_DISTANCES = tuple(m * 10.0**-k for k in range(1, 5) for m in (5, 2, 1))  # 1 - b
 _DECAY_NAME = re.compile(r"(\w+_)?(b|beta_?)\d?|(\w+_)?momentum")

@@ -156,7 +156,7 @@ def _largest_difference(recorded: Curve | None, repeated: Curve | None) -> float
 
 def _difference(recorded: float, repeated: float) -> float:
     """The difference of two losses: 0 if both are NaN or the same infinity, infinite if only one of
-    them is finite."""
+    them is NaN, or finite."""
     if recorded == repeated or (math.isnan(recorded) and math.isnan(repeated)):
         return 0.0
     return math.inf if math.isnan(recorded - repeated) else abs(recorded - repeated)

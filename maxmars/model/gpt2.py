@@ -264,23 +264,17 @@ class Attention(nnx.Module):
         """Queries, times the scale, keys and values, the heads side by side."""
         # Without the barriers XLA lays the kernel's gradient out as [D, 3, H, K], for which it
         # transposes x and the gradients of queries, keys and values. On GPUs the second is enough,
-        # and the kernel is cast and cut at once; with x behind it too, XLA does not join the
-        # products of keys and values, which it would then copy out of the joint one.
+        # and the kernel is cast and cut at once.
         kernel = self.c_attn.cast_kernel(x.dtype)
-        on_gpus = ambient_platform() in GPUS
-        if not on_gpus:
+        if ambient_platform() not in GPUS:
             kernel = jax.lax.optimization_barrier(kernel)
         projections = []
         for index in range(3):
             weight = kernel[:, index]
             if index == 0:  # here the scale costs nothing, and rounds as if it came later
                 weight = (weight.astype(scale.dtype) * scale).astype(x.dtype)
-            rows, weight = x.reshape(-1, x.shape[-1]), weight.reshape(len(weight), -1)
-            if on_gpus:
-                rows, weight = jax.lax.optimization_barrier((rows, weight))
-            else:
-                weight = jax.lax.optimization_barrier(weight)
-            y = (rows @ weight).reshape(*x.shape[:-1], -1)
+            weight = jax.lax.optimization_barrier(weight.reshape(len(weight), -1))
+            y = (x.reshape(-1, x.shape[-1]) @ weight).reshape(*x.shape[:-1], -1)
             if self.config.use_bias:
                 bias = self.c_attn.bias[...][index].reshape(-1)
                 y = (y + (bias * scale if index == 0 else bias)).astype(x.dtype)

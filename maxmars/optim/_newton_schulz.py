@@ -145,7 +145,7 @@ def triples_of(coefficients: Coefficients, steps: int | jax.Array) -> tuple[Trip
 
 def _in_rows(x: jax.Array) -> jax.Array:
     """x, on a CPU written out with each row in one piece: products of transposed factors are slow
-    there, and so is a transpose within the sum of all steps, as XLA would fuse it."""
+    there, and XLA would else fuse the last transpose into the sum of the last step."""
     rows = Layout(tuple(range(x.ndim)))
     return jax.lax.platform_dependent(
         x, cpu=lambda x: with_layout_constraint(x, rows), default=lambda x: x
@@ -153,7 +153,7 @@ def _in_rows(x: jax.Array) -> jax.Array:
 
 
 def _step(x: jax.Array, triple: Triple | jax.Array, dtype: Any) -> jax.Array:
-    """One iteration: operands in `dtype`, all else in x's."""
+    """One iteration: operands in `dtype`, all else in x's dtype."""
     a, b, c = triple
     gram = _product("...ik,...jk->...ij", x, x, dtype)
     polynomial = b * gram + c * _product("...ik,...kj->...ij", gram, gram, dtype)
@@ -161,7 +161,7 @@ def _step(x: jax.Array, triple: Triple | jax.Array, dtype: Any) -> jax.Array:
 
 
 def _product(formula: str, x: jax.Array, y: jax.Array, dtype: Any) -> jax.Array:
-    """x y or x yᵀ, by the `einsum` formula, of operands rounded to `dtype`, accumulated in x's."""
+    """x y or x yᵀ, by the `einsum` formula, of operands rounded to `dtype`, summed in x's dtype."""
     multiply = functools.partial(jnp.einsum, formula, preferred_element_type=x.dtype)
     if x.dtype == dtype:
         # By default an accelerator may multiply float32 in fewer bits.

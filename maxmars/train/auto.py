@@ -64,7 +64,7 @@ def choose_precision(
 
 def auto_dtype(platform: str) -> Literal["bfloat16", "float32"]:
     """The type of matrix products for `auto` on a platform (`jax.Device.platform`)."""
-    # CPUs with AVX512_BF16 are faster in bfloat16, but a run's numbers are to be those of any CPU.
+    # CPUs with AVX512_BF16 are faster in bfloat16, but numbers are to be close on all CPUs.
     return "float32" if platform == "cpu" else "bfloat16"
 
 
