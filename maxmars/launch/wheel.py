@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.metadata
 import io
 import tomllib
 import zipfile
@@ -52,10 +51,9 @@ def _digest(content: bytes) -> str:
 
 def _metadata(root: Path) -> str:
     """What pip reads of the packages that maxmars needs."""
-    pyproject = root / "pyproject.toml"
-    if not pyproject.is_file():
-        return importlib.metadata.distribution("maxmars").read_text("METADATA") or ""
-    project = tomllib.loads(pyproject.read_text())["project"]
+    if (root / "maxmars/config/files").is_dir():  # else a checkout, see `named_configs`
+        return (root / _INFO / "METADATA").read_text()
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     lines = ["Metadata-Version: 2.1", "Name: maxmars", f"Version: {maxmars.__version__}"]
     lines.append(f"Requires-Python: {project['requires-python']}")
     lines += [f"Requires-Dist: {package}" for package in project["dependencies"]]

@@ -44,6 +44,8 @@ def python(tmp_path_factory):
     subprocess.run(pip, check=True, capture_output=True)
     ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+    with open(f"{site}/pyproject.toml", "w") as file:  # of some other package
+        file.write("[project]\nname = 'other'\n")
     folders = [sysconfig.get_path("purelib"), *filter(_is_site, sys.path)]
     with open(f"{site}/others.pth", "w") as file:  # read in the order of names, so behind maxmars
         file.write("".join(f"{each}\n" for each in folders))
