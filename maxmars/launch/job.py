@@ -53,8 +53,7 @@ PROLOG = "launch-prolog.sh"
 """Another, which SLURM's batch script sources."""
 
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
-# In CONFIG: its own file, and `NAME=FILE.py:FUNCTION` among the choices.
-_OWN_FILES = re.compile(r"^[^,=:]+\.py(?=:|$)|(?<==)[^,=:]+\.py(?=:)")
+_CHOSEN_FILES = re.compile(r"(?<==)[^,:]+\.py(?=:)")  # of NAME=FILE.py:FUNCTION among the choices
 _MAX_BYTES = 50_000_000
 
 
@@ -110,11 +109,15 @@ class PackedCode:
     """Of the files, by their paths relative to the folder, none of which leads out of it; with the
     wheel, `wheel.NAME`."""
     config: str
-    """CONFIG of `maxmars train`, with the user's files relative to the folder."""
+    """The name of a config of maxmars, or the path of the user's relative to the folder."""
+    choices: str
+    """Those of CONFIG, with the user's files relative to the folder; "" if it has none."""
 
     def config_in(self, directory: Path) -> str:
         """CONFIG with the user's files in the directory where they were unpacked."""
-        return _OWN_FILES.sub(lambda match: f"{directory}/{match[0]}", self.config)
+        config = str(directory / self.config) if self.config.endswith(".py") else self.config
+        choices = _CHOSEN_FILES.sub(lambda match: str(directory / match[0]), self.choices)
+        return f"{config}:{choices}" if choices else config
 
     def has(self, path: str) -> bool:
         """Whether a relative path, from the top, is that of a file or a folder in the archive."""
@@ -172,13 +175,13 @@ class Job:
     environment: Mapping[str, str] = field(repr=False)
     """Variables that the run gets. Their values are secrets: they go into no command and no log."""
 
-    def python_arguments(self, directory: Path | None = None) -> list[str]:
+    def python_arguments(self, directory: Path = Path()) -> list[str]:
         """The words after `python` on each process's command line.
 
         Args:
-          directory: where the archive is unpacked; None if the process starts there.
+          directory: where the archive is unpacked, relative to where the process starts.
         """
-        config = self.code.config if directory is None else self.code.config_in(directory)
+        config = self.code.config_in(directory)
         # -P: a file in the folder where the process starts hides no module.
         train = ["-P", "-m", "maxmars", "train", config, "--workdir", self.workdir]
         return [*train, *self.train_arguments]
@@ -213,25 +216,24 @@ def pack(
         contents |= _with_imports(name, files_of(config_file), contents)
     for source in sources:
         contents |= _with_imports(_in_folder(Path(source.file)), source.files(), contents)
-    for file in map(Path, include):
-        with about("--include"):
-            contents |= {_in_folder(path): path.read_bytes() for path in _files_in(file)}
+    with about("--include"):
+        included = {_in_folder(path): path for name in include for path in _files_in(Path(name))}
+        sizes = {name: path.stat().st_size for name, path in included.items()}
+    sizes = {name: len(content) for name, content in contents.items()} | sizes
+    if sum(sizes.values()) > _MAX_BYTES:  # before all is read
+        raise ValueError(
+            f"over {_MAX_BYTES // 1_000_000} MB would go along, the largest file "
+            f"{max(sizes, key=sizes.__getitem__)}: leave it out of --include, and have the run "
+            "read it from a bucket or a shared disk."
+        )
+    contents |= {name: path.read_bytes() for name, path in included.items()}
     # Packages elsewhere get the versions that are installed, and so were tried, here.
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
     lines = [f"{package}=={v}\n" for package, v in versions.items() if "+" not in v]
     contents[CONSTRAINTS] = "".join(lines).encode()
     contents |= {name: script.read_bytes() for name, script in scripts.items()}
-    if sum(map(len, contents.values())) > _MAX_BYTES:
-        largest = max(contents, key=lambda name: len(contents[name]))
-        raise ValueError(
-            f"over {_MAX_BYTES // 1_000_000} MB would go along, the largest file {largest}: leave "
-            "it out of --include, and have the run read it from a bucket or a shared disk."
-        )
-    words = f"{name}:{choices}" if choices else name
-    return PackedCode(
-        contents=contents,
-        config=_OWN_FILES.sub(lambda match: _in_folder(Path(match[0])), words),
-    )
+    choices = _CHOSEN_FILES.sub(lambda match: _in_folder(Path(match[0])), choices)
+    return PackedCode(contents=contents, config=name, choices=choices)
 
 
 def _in_folder(path: Path) -> str:
@@ -241,6 +243,8 @@ def _in_folder(path: Path) -> str:
       UsageError: it lies elsewhere.
     """
     relative = os.path.relpath(path)
+    if relative.startswith(".."):  # or a link leads to the folder
+        relative = os.path.relpath(path.parent.resolve() / path.name)
     if relative.startswith(".."):
         raise UsageError(
             f"{path} lies outside of {Path.cwd()}, whose files go along to other machines: copy it "

@@ -32,6 +32,7 @@ def folder(tmp_path, monkeypatch):
         "lib/data.py": "from noise import draw\n",
         "lib/noise/draw.py": "",
         "optim.py": "",
+        "b1=0.9,b=2/config.py": CONFIG,
         "old.py": "",
         ".env": "secret",
         "tokens/meta.json": "{}",
@@ -85,12 +86,28 @@ def test_what_a_run_names_goes_along_and_nothing_else(folder):
             "gpt2:size=xl,optimizer=optim.py:make",
             "gpt2:size=xl,optimizer=/there/optim.py:make",
         ),
+        (
+            "./b1=0.9,b=2/config.py:optimizer=./b1=0.9/optim.py:make",
+            "b1=0.9,b=2/config.py:optimizer=b1=0.9/optim.py:make",
+            "/there/b1=0.9,b=2/config.py:optimizer=/there/b1=0.9/optim.py:make",
+        ),
     ],
 )
 def test_config_where_the_files_are(folder, config, here, there):
     packed = pack(config)
-    assert packed.config == here
+    assert packed.config_in(Path()) == here
     assert packed.config_in(Path("/there")) == there
+
+
+def test_a_link_to_the_folder_leads_into_it(folder, tmp_path):
+    (tmp_path / "link").symlink_to(folder)
+    packed = pack(f"{tmp_path}/link/config.py", include=[f"{tmp_path}/link/lib"])
+    assert packed.config == "config.py"
+    assert packed.has("lib/data.py")
+    (folder / "far").symlink_to(tmp_path / "elsewhere")  # a folder by its link alone
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "tokens.bin").touch()
+    assert pack("config.py", include=["far"]).has("far/tokens.bin")
 
 
 def test_the_same_files_give_the_same_bytes(folder):
@@ -126,10 +143,11 @@ def test_an_import_from_another_folder_is_named(folder):
 
 
 def test_too_much(folder):
-    with (folder / "large.bin").open("wb") as file:
-        file.truncate(50_000_001)
+    (folder / "large").mkdir()
+    with (folder / "large" / "large.bin").open("wb") as file:
+        file.truncate(2**42)  # more than any memory
     with refused(ValueError, "large.bin"):
-        pack("config.py", include=["large.bin"])
+        pack("config.py", include=["large"])
 
 
 def test_the_archive_has_what_is_written(folder, tmp_path):

@@ -211,7 +211,7 @@ def test_the_dry_run_of_a_tpu_passes_shellcheck(capsys, files):
 
 
 def test_the_script_of_tpu_hosts_passes_shellcheck():
-    code = PackedCode(contents={}, config="quickstart")
+    code = PackedCode(contents={}, config="quickstart", choices="")
     words = ("--name", "it's mine")
     job = Job(name="run1", code=code, workdir="gs://b/r", train_arguments=words, environment={})
     tpu = {"zone": "us-east5-a", "accelerator": "v5p-16"}
