@@ -21,8 +21,8 @@ from maxmars.launch.beforehand import (
     check_data_reach,
     check_gpus_reach,
     check_packages_reach,
+    data_places,
     parameters,
-    token_directories,
 )
 from maxmars.launch.gke import GkeOptions, JobSet
 from maxmars.launch.job import (
@@ -219,7 +219,7 @@ def _nodes(options: SlurmOptions) -> _Machines:
 
 def _check_tpu(options: TpuOptions, config: TrainConfig, code: PackedCode) -> None:
     way = "mount or copy it by --setup FILE.sh"
-    check_data_reach(config.data, options, code, mounts=(), way=way)
+    check_data_reach(config, options, code, mounts=(), way=way)
     check_packages_reach(config, options, has_package=False)
 
 
@@ -227,7 +227,7 @@ def _check_gke(options: GkeOptions, config: TrainConfig, code: PackedCode) -> No
     mounts = [claim.partition(":")[2] for claim in options.claim]
     way = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
     if options.patch is None:  # which may mount anything
-        check_data_reach(config.data, options, code, mounts=mounts, way=way)
+        check_data_reach(config, options, code, mounts=mounts, way=way)
     if options.install:
         check_packages_reach(config, options, has_package=False)
 
@@ -235,12 +235,12 @@ def _check_gke(options: GkeOptions, config: TrainConfig, code: PackedCode) -> No
 def _check_slurm(options: SlurmOptions, config: TrainConfig, code: PackedCode) -> None:
     size = options.gpus_per_node
     check_gpus_reach(options)
-    if options.prolog is None:
+    if not options.may_have_other_packages:
         check_packages_reach(config, options, has_package=True)
-    for path in token_directories(config.data):
+    for option, path in data_places(config):
         if not path.startswith(("gs://", "/")):
             remark(
-                f"warning: --data.path {path} is relative: each node reads {Path.cwd() / path}, "
+                f"warning: {option} {path} is relative: each node reads {Path.cwd() / path}, "
                 "which must be on a disk that they share"
             )
     if not size and (count := parameters(config)) > _LARGE:

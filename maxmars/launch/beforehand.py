@@ -11,7 +11,6 @@ from importlib.metadata import entry_points
 from pathlib import Path, PurePosixPath
 
 from maxmars.config import (
-    DataConfig,
     GPT2Config,
     MixtureConfig,
     MixturePart,
@@ -24,27 +23,31 @@ from maxmars.config.user_code import sources_in
 from maxmars.launch.job import PackedCode, RunOptions
 from maxmars.launch.slurm import SlurmOptions
 
-_PACKAGES = {"wandb": "log.wandb", "tensorboardX": "log.tensorboard"}
+_TRACKERS = {"wandb": "log.wandb", "tensorboardX": "log.tensorboard"}
 _KEY = "WANDB_API_KEY"
 
 
-def token_directories(data: DataConfig) -> Iterator[str]:
-    """The directories of tokens that a config names."""
+def data_places(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """The directories of tokens and files of text that a config names, each behind its option."""
+    data = config.data
     if isinstance(data, TokenShardsConfig):
-        yield data.path
+        yield "--data.path", data.path
     elif isinstance(data, MixtureConfig):
-        yield from (part.path for part in data.parts if isinstance(part, MixturePart))
+        parts = (part for part in data.parts if isinstance(part, MixturePart))
+        yield from (("--data.path", part.path) for part in parts)
+    places = (one.place for one in config.eval.data)
+    yield from (("--eval.data", place) for place in places if isinstance(place, str))
 
 
 def check_data_reach(
-    data: DataConfig,
+    config: TrainConfig,
     options: RunOptions,
     code: PackedCode,
     *,
     mounts: Sequence[str],
     way: str,
 ) -> None:
-    """Check that machines elsewhere find the tokens: in a bucket, in what goes along, or where
+    """Check that machines elsewhere find the data: in a bucket, in what goes along, or where
     `mounts` or the user's own --setup put them.
 
     Raises:
@@ -52,11 +55,11 @@ def check_data_reach(
     """
     if options.setup is not None:
         return
-    for path in token_directories(data):
+    for option, path in data_places(config):
         is_mounted = any(PurePosixPath(path).is_relative_to(mount) for mount in mounts)
         if not (path.startswith("gs://") or is_mounted or code.has(path)):
             raise UsageError(
-                f"--data.path {path} is a directory of this machine, and nothing brings it to the "
+                f"{option} {path} is a path of this machine, and nothing brings it to the "
                 f"hosts; name one in a bucket, such as gs://BUCKET/tokens, {way}, or "
                 "take a small one of this folder along by --include."
             )
@@ -64,7 +67,7 @@ def check_data_reach(
 
 def check_packages_reach(config: TrainConfig, options: RunOptions, *, has_package: bool) -> None:
     """Check that the run's Python elsewhere has the packages, and the key, of the trackers that the
-    run asks for, and that the files of the user's own can be imported.
+    run asks for. Where the hosts have what is installed here, also import the user's files, here.
 
     Args:
       config: of the run.
@@ -77,11 +80,11 @@ def check_packages_reach(config: TrainConfig, options: RunOptions, *, has_packag
     """
     if options.setup is not None:
         return
-    for source in sources_in(config):
+    for source in sources_in(config) if has_package else ():
         source.load()
     log = config.log
     wanted = {"wandb": log.wandb is not None, "tensorboardX": log.tensorboard}
-    for package, field in _PACKAGES.items():
+    for package, field in _TRACKERS.items():
         if wanted[package] and not (has_package and importlib.util.find_spec(package)):
             raise UsageError(
                 f"--{field} needs the package {package}, which the run's Python does not have; "
@@ -103,14 +106,11 @@ def _has_key() -> bool:
 def check_gpus_reach(options: SlurmOptions) -> None:
     """Check that the JAX of this Python, which the run uses, can use the job's GPUs.
 
-    What --setup and --prolog install, and what a container has, is not known here.
-
     Raises:
       UsageError: JAX would train on CPUs.
     """
     asked = options.asked_gpus
-    others = options.setup is not None or options.prolog is not None
-    if asked is None or others or any(o.startswith("--container") for o in options.srun):
+    if asked is None or options.may_have_other_packages:  # which are not known here
         return
     platforms = os.environ.get("JAX_PLATFORMS", "")  # which the job inherits
     if platforms.partition(",")[0] == "cpu":

@@ -178,6 +178,12 @@ class SlurmOptions(RunOptions, SlurmName):
         return self.cpus_per_task is not None or any(o.startswith(own) for o in self.sbatch)
 
     @property
+    def may_have_other_packages(self) -> bool:
+        """Whether the run may have others than this Python, by --setup, --prolog or a container."""
+        scripts = self.setup is not None or self.prolog is not None
+        return scripts or any(option.startswith("--container") for option in self.srun)
+
+    @property
     def asked_gpus(self) -> str | None:
         """The option that asks for GPUs; None where none does."""
         if self.gpus_per_node:
@@ -283,7 +289,7 @@ def launch(options: SlurmOptions, job: Job) -> None:
     if not copy.exists():
         part = copy.with_name(f"{copy.name}.part{os.getpid()}")
         job.code.write(part)
-        _unpack(part / wheel.NAME, part / _PACKAGE, job.code.wheel_sha256)
+        _unpack(part / _PACKAGE, job, origin=copy / wheel.NAME)
         part.rename(copy)
     path = Path(job.workdir) / f"{job.name}.sbatch"
     path.write_text(script(options, job))
@@ -297,10 +303,11 @@ def _copy_of_code(job: Job) -> Path:
     return Path(job.workdir) / f"source-{job.code.digest}"
 
 
-def _unpack(path: Path, folder: Path, sha256: str) -> None:
+def _unpack(folder: Path, job: Job, origin: Path) -> None:
     """Unpack the wheel, with the note that pip makes of where a package came from (PEP 610)."""
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(folder.parent / wheel.NAME) as archive:
         archive.extractall(folder)
     (info,) = folder.glob("*.dist-info")
-    origin = {"url": path.as_uri(), "archive_info": {"hash": f"sha256={sha256}"}}
-    (info / "direct_url.json").write_text(json.dumps(origin))
+    hashed = {"hash": f"sha256={job.code.wheel_sha256}"}
+    note = {"url": origin.as_uri(), "archive_info": hashed}
+    (info / "direct_url.json").write_text(json.dumps(note))

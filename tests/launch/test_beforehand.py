@@ -45,6 +45,7 @@ REFUSALS = [
     (2, TPU, "-- --log.tensorboard True", "tensorboardX"),
     (2, TPU_GPT2, f"-- {TOKENS} /mnt/tokens", f"{TOKENS} /mnt/tokens"),
     (2, TPU_GPT2, "", f"{TOKENS} data/"),  # gpt2's default is a relative directory
+    (2, TPU, "-- --eval.data wiki.txt", "--eval.data wiki.txt"),
     (2, GKE, "--topology v5e:3x3", "v5e:3x3"),
     (2, GKE, "--topology h100:16", "--patch"),
     (2, GKE, "--num-slices 0", "--num-slices 0"),
@@ -69,6 +70,7 @@ REFUSALS = [
 ]
 TAKEN = [
     (TPU_GPT2, f"-- {TOKENS} gs://bucket/tokens", ""),
+    (TPU, "-- --eval.data gs://bucket/wiki", ""),
     (TPU_GPT2, f"--setup SETUP -- {TOKENS} /mnt/tokens", ""),
     (GKE_GPT2, f"--claim disk:/data -- {TOKENS} /data/tokens", ""),
     (SLURM, "--time 1-0", "#SBATCH --time=1-0\n"),
@@ -140,6 +142,7 @@ def test_a_slice_is_named_by_its_chips_or_by_googles_type(capsys, words, options
         (QUICKSTART, "--gpus-per-node 8", "one for 8 GPUs"),
         (QUICKSTART, "--gpus-per-node 8 --cpus-per-task 64", None),
         (QUICKSTART, "--gpus-per-node 8 --sbatch=--exclusive", None),
+        (QUICKSTART, "-- --eval.data wiki.txt", "--eval.data wiki.txt is relative"),
         ("gpt2", "", "124M parameters train on CPUs"),
         ("gpt2", "--gpus-per-node 8 --cpus-per-task 64", "is relative"),
     ],
@@ -154,6 +157,18 @@ def test_what_is_unwise_under_slurm_is_warned_of(
     warnings = [line for line in told.splitlines() if "warning" in line]
     assert any(said in line for line in warnings) if said else not warnings
     assert ("8 x GPU, 16.00 an hour" in told) == ("8" in options)
+
+
+def test_files_that_another_python_imports_are_not_tried_in_this_one(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("optim.py").write_text("import not_installed_here\n\ndef make(learning_rate): pass\n")
+    own = "gpt2:optimizer=optim.py:make"
+    data = ["--", TOKENS, "gs://bucket/tokens"]
+    container = "--srun=--container-image=mine"
+    for words in (["tpu-vm", *TPU_GPT2[2:]], ["gke", *GKE_GPT2[2:]], ["slurm", *RUN, container]):
+        assert launch("launch", words[0], own, *words[1:], "--dry-run", *data) == 0
+    assert launch("launch", "slurm", own, *RUN, "--dry-run", *data) == 1
+    assert "not_installed_here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from running import gpus_for_jax
 
 from maxmars.config import load_config
 from maxmars.config.user_code import sources_in
+from maxmars.launch import wheel
 
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
 
@@ -126,6 +127,8 @@ def test_the_script_runs_a_copy_on_each_node(cloud, capsys, monkeypatch):
     tasks = [json.loads(line) for line in (cloud / "tasks").read_text().splitlines()]
     assert len(tasks) == 2
     (copy,) = (cloud / "runs" / "run1").glob("source-*")
+    (note,) = copy.glob("package/*.dist-info/direct_url.json")
+    assert json.loads(note.read_text())["url"] == (copy / wheel.NAME).as_uri()
     for number, task in enumerate(tasks):
         assert task["cwd"] == str(cloud)  # relative paths begin where the user is
         assert task["argv"] == [
