@@ -149,7 +149,8 @@ class GkeOptions(RunOptions, JobSet):
     image: Annotated[str, arg(metavar="IMAGE")] = "python:3.12"
     """Container image with bash and Python; with the packages in it, pods start faster."""
     install: bool = True
-    """Install the packages in each pod at each start; leave it out where the image has them."""
+    """Install the packages in each pod at each start; leave it out where the image has them, and
+    pip, by which maxmars itself is always installed."""
     claim: Annotated[tuple[str, ...], arg(metavar="CLAIM:/PATH ...")] = ()
     """PersistentVolumeClaims to mount, with the data for example; several pods need one whose
     accessModes have ReadWriteMany."""
