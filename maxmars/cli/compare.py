@@ -409,10 +409,11 @@ def _check_words(flag: str, words: Sequence[str]) -> None:
 def _prepare(config: TrainConfig) -> TrainConfig:
     """The config of a contender: always with the validation loss, and with nothing else that would
     be evaluated in each trial."""
-    evaluation = dataclasses.replace(config.eval, hellaswag_every=None, own=None)
+    evaluation = dataclasses.replace(config.eval, hellaswag_every=None, own=None, data=())
     if evaluation.every is None:
         evaluation = dataclasses.replace(evaluation, every=config.num_steps)
-    return dataclasses.replace(config, eval=evaluation)
+    checkpoint = dataclasses.replace(config.checkpoint, keep_best_of=None)
+    return dataclasses.replace(config, eval=evaluation, checkpoint=checkpoint)
 
 
 def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[Contender, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ _TASKS = ("loss", "hellaswag", "own")
 class DataArguments(CheckedConfig):
     """The data of the validation loss."""
 
-    path: tuple[ValidationSet, ...] = ()
+    path: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]PLACE ...")] = ()
     """`PLACE`, or several `NAME=PLACE`: directories of tokens, whose validation split is taken,
     files of text, or functions of your own, `FILE.py:NAME`. Without it the loss is measured on the
     validation split of the run's data and on its sets (eval.data)."""
@@ -42,7 +41,12 @@ class DataArguments(CheckedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_distinct([one.name for one in self.path])
+        require_distinct([(one.name, f"data.path={one.written}") for one in self.sets])
+
+    @property
+    def sets(self) -> tuple[ValidationSet, ...]:
+        """The data by name."""
+        return tuple(map(ValidationSet.parse, self.path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,9 +206,12 @@ def _token_files(options: DataArguments) -> dict[str, Any]:
     """What --data says of the tokens of other programs."""
     names = ("tokenizer", "vocab_size", "dtype")
     files = {name: value for name in names if (value := getattr(options, name)) is not None}
-    if files and not options.path:
+    places = [one.place for one in options.sets if isinstance(one.place, str)]
+    if files and all(Path(place).is_file() for place in places):
         flag = next(iter(files)).replace("_", "-")
-        raise UsageError(f"--data.{flag} says what the tokens of --data.path are; name it too.")
+        raise UsageError(
+            f"--data.{flag} says what the tokens of a directory in --data.path are; name one there."
+        )
     return files
 
 
@@ -214,6 +221,8 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
 
     with loading_jax():
         from maxmars.data.batches import open_validation
+        from maxmars.distributed.recorded_code import recorded_code
+        from maxmars.distributed.workdir import EVAL_SOURCE
         from maxmars.eval.hellaswag import load_questions
         from maxmars.eval.report import score_models
         from maxmars.eval.trained_model import find_target
@@ -221,17 +230,20 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     files, own, questions, wanted = _token_files(arguments.data), (), [], tasks or _TASKS
     given = (arguments.target, arguments.against)
     targets = [find_target(target) for target in given if target is not None]
-    first, data, sets = targets[0], None, arguments.data.path
+    first, data, sets = targets[0], None, arguments.data.sets
     evaluation = first.evaluation()
     if not sets and "loss" in wanted:
-        data, sets = first.data(), evaluation.data
+        data = first.data()
+        sets = recorded_code(evaluation.data, first.directory, EVAL_SOURCE)
     if data is None and not sets and "loss" in tasks:
         raise UsageError(
             f"{first.path} does not say on which data it was trained, as a run does; name a "
             "directory of tokens (--data.path DIR), or leave the loss out (--tasks hellaswag)."
         )
     if "own" in wanted:
-        own = evaluation.own or () if arguments.own is None else arguments.own
+        own = arguments.own
+        if own is None:
+            own = recorded_code(evaluation.own or (), first.directory, EVAL_SOURCE)
         if not own and tasks:
             raise UsageError(
                 f"{first.path} names no function to evaluate it by, as eval.own of a run does; "
@@ -241,9 +253,15 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         path, count = arguments.hellaswag.path, arguments.hellaswag.num_questions
         with Progress(stderr=True) as progress, progress.waiting("reading HellaSwag"):
             questions = load_questions(path, num_questions=count)  # may download 12 MB
-    open_ = functools.partial(
-        open_validation, data, sets, lambda: first.tokenizer(first.config()), files=files
-    )
+    path = arguments.data.path
+    is_nameless = len(path) == 1 and not path[0].startswith(f"{sets[0].name}=")
+
+    def open_(model: Any) -> dict[str, Any]:
+        splits = open_validation(
+            data, sets, lambda: first.tokenizer(first.config()), model, files=files
+        )
+        return {"": splits[sets[0].name]} if is_nameless else splits
+
     report = score_models(
         targets,
         mesh,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,15 @@ from maxmars.config.user_code import Source, with_tuples
 
 Order = Literal["shuffled", "sequential", "random_windows"]
 Packing = Literal["none", "split"]
+
+# The files of text that can be read, by the endings of their names.
+TEXT, LINES, JSON = (".txt",), (".jsonl", ".ndjson"), (".json",)
+DELIMITED, TABLES = (".csv", ".tsv"), (".parquet", ".arrow", ".feather")
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+KINDS = (*TEXT, *LINES, *JSON, *DELIMITED, *TABLES)
+ENDING = re.compile(
+    "({})({})?$".format(*("|".join(map(re.escape, names)) for names in (KINDS, COMPRESSIONS))), re.I
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,10 +228,12 @@ class ValidationSet(CheckedConfig):
 
     @classmethod
     def parse(cls, text: str) -> ValidationSet:
-        """The set that `NAME=PLACE` names, or `PLACE` alone, whose last part is then the name."""
+        """The set that `NAME=PLACE` names, or `PLACE` alone, whose last part, without the ending of
+        a text, is then the name."""
         name, equals, place = text.partition("=")
         if not equals or "/" in name:
-            name, place = text.rpartition(":")[2] if ".py:" in text else PurePath(text).stem, text
+            last = text.rpartition(":")[2] if ".py:" in text else PurePath(text).name
+            name, place = ENDING.sub("", last), text
         return cls(name=name, place=place)
 
     @property
@@ -231,7 +243,8 @@ class ValidationSet(CheckedConfig):
         return f"{self.name}={place}"
 
 
-def require_distinct(names: Sequence[str]) -> None:
-    """Raise ValueError unless the names of what a model is evaluated by are different."""
-    for name in names:
-        require(names.count(name) == 1, f"two have the name {name}; give one another, NAME=PLACE.")
+def require_distinct(named: Sequence[tuple[str, str]]) -> None:
+    """Raise ValueError unless the names of what a model is evaluated by are different; beside each
+    stands how it was set."""
+    for (name, one), (other, two) in itertools.combinations(named, 2):
+        require(name != other, f"{one} and {two} have the same name; give one another than {name}.")

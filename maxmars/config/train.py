@@ -108,7 +108,8 @@ class EvalConfig(CheckedConfig):
         example = "my_eval.py:rhyme"
         own = tuple(Source.parse(s, field="eval.own", example=example) for s in self.own or ())
         object.__setattr__(self, "own", own if self.own is not None else None)
-        require_distinct([*(one.name for one in self.data), *(source.function for source in own)])
+        named = [(one.name, f"eval.data={one.written}") for one in self.data]
+        require_distinct(named + [(s.function, f"eval.own={s.written}") for s in own])
 
 
 @dataclass(frozen=True, kw_only=True)

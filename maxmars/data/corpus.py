@@ -18,7 +18,6 @@ import io
 import itertools
 import os
 import platform
-import re
 import sysconfig
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -28,19 +27,8 @@ from typing import Any
 
 import fsspec
 
-from maxmars.data.rows import (
-    BLOCK_BYTES,
-    COMPRESSIONS,
-    KINDS,
-    LINES,
-    TEXT,
-    OnBad,
-    decompressed,
-    kind_of,
-    reading,
-    rows_of,
-    texts_of,
-)
+from maxmars.config.data import ENDING, KINDS, LINES, TEXT
+from maxmars.data.rows import BLOCK_BYTES, OnBad, decompressed, kind_of, reading, rows_of, texts_of
 from maxmars.distributed.files import is_remote, reporting, require_access
 
 _COMPRESSION = 3
@@ -48,9 +36,6 @@ _COMPRESSION = 3
 _END_OF_TEXT = b"<|endoftext|>"
 _FILES_LOOKED_INTO = 8
 _MANY_NAMES = 10_000
-_ENDING = re.compile(
-    "({})({})?$".format(*("|".join(map(re.escape, names)) for names in (KINDS, COMPRESSIONS))), re.I
-)
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 
 
@@ -159,7 +144,7 @@ class Texts(Corpus):
 
 
 class TextFiles(Corpus):
-    """Files of text (`rows.KINDS`), compressed or not.
+    """Files of text (`KINDS`), compressed or not.
 
     A `.txt` is one document, or with a separator several. In the other files each line (`.jsonl`,
     `.ndjson`), element or line (`.json`) or row is a document.
@@ -376,7 +361,7 @@ def _no_directory(
     names = itertools.islice(
         itertools.chain.from_iterable(files for *_, files in walk), _MANY_NAMES
     )
-    endings = Counter(match[0] for name in names if (match := _ENDING.search(name)))
+    endings = Counter(match[0] for name in names if (match := ENDING.search(name)))
     if not endings:
         return IsADirectoryError(
             f"{pattern} is a directory without files of text ({', '.join(KINDS)}); name files of "

@@ -561,7 +561,8 @@ def prepare_validation_text(file: epath.Path, tokenizer: Tokenizer) -> Path:
       ValueError, ImportError, OSError: see `TextFiles` and `prepare`.
     """
     corpus = TextFiles([str(file)])
-    digest = hashlib.sha256(f"{corpus.fingerprint} {tokenizer.digest}".encode()).hexdigest()[:16]
+    parts = f"{file} {corpus.fingerprint} {tokenizer.digest}"
+    digest = hashlib.sha256(parts.encode()).hexdigest()[:16]
     options = {"tokenizer": tokenizer, "source": file.name, "validation_fraction": 1.0}
     return _in_cache(f"text-{file.stem}", corpus, digest, **options)
 

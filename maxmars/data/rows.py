@@ -25,6 +25,7 @@ from functools import cache, partial
 from typing import Any
 
 from maxmars.config.checks import read_as
+from maxmars.config.data import COMPRESSIONS, DELIMITED, JSON, KINDS, TABLES, TEXT
 from maxmars.config.errors import about, needs_extra
 from maxmars.distributed.files import is_remote
 
@@ -38,11 +39,6 @@ _TOO_LONG = (
 )
 _TOO_DEEP = "it is nested too deeply to be read as JSON."
 _JSON_SPACE = " \t\r\n"
-
-TEXT, LINES, JSON = (".txt",), (".jsonl", ".ndjson"), (".json",)
-DELIMITED, TABLES = (".csv", ".tsv"), (".parquet", ".arrow", ".feather")
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
-KINDS = (*TEXT, *LINES, *JSON, *DELIMITED, *TABLES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,10 @@ from jaxtyping import Bool, Float64, Int
 
 from maxmars.config import ModelConfig, TrainConfig
 from maxmars.config.checks import CheckedConfig, NotNegative, Rule, read_as, require
+from maxmars.config.data import COMPRESSIONS
 from maxmars.config.errors import about, needs_extra
 from maxmars.data.batches import DataSplit
-from maxmars.data.rows import COMPRESSIONS, decompressed, reading
+from maxmars.data.rows import decompressed, reading
 from maxmars.data.tokenizer import Tokenizer, tokenizer_of_tokens
 from maxmars.distributed.files import cache_directory, parse_json, replacing, sha256_of, write_text
 from maxmars.eval.loglikelihood import (

@@ -19,6 +19,7 @@ from maxmars.checkpoint.environment import environment
 from maxmars.config import EvalConfig, ModelConfig
 from maxmars.config.user_code import Source
 from maxmars.data.batches import UNKNOWN_TOKENIZER, DataSplit, ValidationBatches
+from maxmars.data.own_data import OwnWindows
 from maxmars.data.tokenizer import difference
 from maxmars.data.verification import verify_split
 from maxmars.distributed import processes, sharding
@@ -131,8 +132,8 @@ class Report:
 
 
 def data_of(fields: Mapping[str, Any]) -> list[str]:
-    """What the losses among the fields of a model begin with: `NAME/`, or nothing for the only, or
-    a run's own, validation split."""
+    """What the losses among the fields of a model begin with: `NAME/`, or nothing for the
+    validation split of a run's own data, or of a place without a name."""
     return [key.removesuffix("loss") for key in fields if re.fullmatch("(.+/)?loss", key)]
 
 
@@ -194,7 +195,7 @@ def score_models(
             answers: Mapping[Protocol, Scores] = {}
             for name, (batches, tokens) in windows.items():
                 loss = _loss(model, batches, tokens, shows(f"loss of {model.name}"))
-                of = f"{name}/" if len(windows) > 1 and name else ""
+                of = f"{name}/" if name else ""
                 fields |= {f"{of}loss": loss.loss, f"{of}loss_tokens": loss.num_tokens}
                 fields |= {f"{of}bits_per_byte": loss.bits_per_byte}
             if scorers:
@@ -298,8 +299,9 @@ def _loss(
     tokens: DataSplit,
     progress: Callable[[int, int], None],
 ) -> ValidationLoss:
-    is_known = tokens.vocabulary.tokenizer != UNKNOWN_TOKENIZER
-    if is_known and (what := difference(model.tokenizer, tokens.vocabulary)):
+    is_own = all(isinstance(part, OwnWindows) for part in tokens.parts)
+    is_unsaid = is_own and tokens.vocabulary.tokenizer == UNKNOWN_TOKENIZER
+    if not is_unsaid and (what := difference(model.tokenizer, tokens.vocabulary)):
         raise ValueError(
             f"the tokens in {tokens.parts[0].path} are of another tokenizer than {model.name}: "
             f"{what}; name its own by --data.path, or leave the loss out (--tasks hellaswag)."

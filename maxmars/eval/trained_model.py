@@ -47,14 +47,7 @@ from maxmars.distributed.files import (
 )
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.recorded_code import recorded_code
-from maxmars.distributed.workdir import (
-    CHECKPOINTS,
-    CONFIG,
-    EVAL_SOURCE,
-    MODEL_SOURCE,
-    SOURCES,
-    TOKENIZER,
-)
+from maxmars.distributed.workdir import CHECKPOINTS, CONFIG, MODEL_SOURCE, SOURCES, TOKENIZER
 from maxmars.model import hub, huggingface
 from maxmars.model.language_model import LanguageModel, make_model
 from maxmars.model.parameters import Parameters, abstract_module
@@ -288,17 +281,15 @@ class Target:
         return recorded_code(read(self.checkpoints, self.step).config.data, self.directory, SOURCES)
 
     def evaluation(self) -> EvalConfig:
-        """How a run was evaluated when it last started, with functions of the user's own in the
-        copies of their files that it keeps; the defaults of another model.
-
-        Raises:
-          ValueError: see `recorded_code`.
-        """
-        if self.checkpoints is None or (record := read_json(self.directory / CONFIG)) is None:
+        """How a run was evaluated when it last started, as recorded: its functions may run only as
+        `recorded_code` finds them. Without the record, that number of windows of the checkpoint;
+        the defaults of another model."""
+        if self.checkpoints is None:
             return EvalConfig()
+        if (record := read_json(self.directory / CONFIG)) is None:
+            return EvalConfig(num_windows=read(self.checkpoints, self.step).config.eval.num_windows)
         with about(self.directory / CONFIG):
-            evaluation = from_dict(record["eval"])
-        return recorded_code(evaluation, self.directory, EVAL_SOURCE)
+            return from_dict(record["eval"])
 
 
 def _abstract_params(config: ModelConfig, mesh: Mesh) -> Any:

@@ -179,7 +179,7 @@ def _scores_of_run(stored: Checkpoint) -> Iterator[_Score]:
     rows = [row for row in read_metrics(run) if row["step"] == stored.step]
     values = {key: value for row in rows for key, value in row.items()}
     own = ", ".join(part["name"] for part in _data(run)) or "validation split"
-    windows = f"{stored.config.eval.num_windows:,} windows"
+    windows = f"at most {stored.config.eval.num_windows:,} windows"
     for name in (None, *(validation.name for validation in stored.config.eval.data)):
         loss, bits = map(values.get, validation_keys(name))
         if loss is not None:

@@ -287,6 +287,8 @@ def _check(
         messages.append(change)
     compile_cache.keep_beside(workdir, mesh.devices.flat[0].platform)
     config, validation = _open_validation(config, data, saved)
+    if validation and "" not in validation:
+        messages.append("the training data have no split `val`, so there is no eval/loss")
     training = dataclasses.replace(training, step=dataclasses.replace(training.step, config=config))
     evaluations = list(make_evaluations(config, mesh, data, validation, progress.message))
     scored = [f for split in validation.values() for f in split.files if f.split == "val"]
@@ -312,18 +314,24 @@ def _open_validation(
     """The config with the digests of its validation sets, and `open_validation` of it.
 
     Raises:
+      ValueError: `keep_best` has no loss to choose by.
       See `open_validation` and `check_data`.
     """
-    if config.eval.every is None:
-        return config, {}
-    tokenizer = functools.partial(tokenizer_of_tokens, data.vocabulary)
-    splits = open_validation(config.data, config.eval.data, tokenizer, config.model, opened=data)
-    sets = []
-    for one in config.eval.data:
-        digest = processes.text_from_primary(splits[one.name].digest) or ""
+    sets, splits, kept = config.eval.data, {}, config.checkpoint
+    if config.eval.every is not None:
+        tokenizer = functools.partial(tokenizer_of_tokens, data.vocabulary)
+        splits = open_validation(config.data, sets, tokenizer, config.model, opened=data)
+        if kept.keep_best is not None and (kept.keep_best_of or "") not in splits:
+            raise ValueError(
+                f"checkpoint.keep_best={kept.keep_best} chooses by the loss of the split `val`, "
+                "which the training data lack; name a set of eval.data by checkpoint.keep_best_of."
+            )
+    digests = {} if saved is None else {one.name: one.digest for one in saved.config.eval.data}
+    for name in splits and [one.name for one in sets]:
+        digests[name] = digest = processes.text_from_primary(splits[name].digest) or ""
         if saved is not None:
-            check_data(saved, digest, one.name)
-        sets.append(dataclasses.replace(one, digest=digest))
+            check_data(saved, digest, name)
+    sets = [dataclasses.replace(one, digest=digests.get(one.name)) for one in sets]
     evaluation = dataclasses.replace(config.eval, data=tuple(sets))
     return dataclasses.replace(config, eval=evaluation), splits
 

@@ -53,6 +53,12 @@ def test_grids_of_contenders(words, expected, compare_command, recorded):
     assert {name: own[0]["scanned"] for name, own in grids.items()} == expected
 
 
+def test_trials_score_the_validation_split_alone(compare_command, recorded):
+    best = ["--checkpoint.keep-best", "1", "--checkpoint.keep-best-of", "mine"]
+    record = recorded(compare_command[1], "--eval.data", "mine=nowhere", *best)
+    assert "nowhere" not in json.dumps(record)
+
+
 IN_FILE = """
 def get_comparison(most: Literal["3", "5"] = "5"):
     return ComparisonConfig(

@@ -146,6 +146,7 @@ def test_a_loss_on_other_tokens_devices_and_batches(run, report, tokens, tmp_pat
 def directories(tokens, tmp_path_factory):
     """Tokens that cannot be scored as they are."""
     folder = tmp_path_factory.mktemp("directories")
+    (folder / "a.txt").write_text("a text " * 40)
     (folder / "raw").mkdir()
     (folder / "raw" / "val.bin").write_bytes(bytes(range(100)) * 40)
     shutil.copytree(tokens, folder / "damaged")
@@ -162,6 +163,9 @@ def test_tokens_of_another_program_are_named(run, directories, capsys):
     assert "loss" in capsys.readouterr().out
 
 
+UNKNOWN = "--data.tokenizer unknown --data.vocab-size 257 --data.dtype uint8"
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -174,6 +178,8 @@ def test_tokens_of_another_program_are_named(run, directories, capsys):
         ("--tasks loss --data.tokenizer byte --data.dtype uint8", "--data.tokenizer"),
         ("--tasks loss --data.path damaged", "damaged/val_00000.bin"),
         ("--tasks loss --data.path gpt2", "gpt2"),
+        ("--tasks loss --data.path a.txt --data.tokenizer byte", "--data.tokenizer"),
+        (f"--tasks loss --data.path raw {UNKNOWN}", "unknown"),
     ],
 )
 def test_clear_errors(

@@ -1,6 +1,8 @@
 """Validation on several named sets: `--eval.data`, `keep_best_of`, and `maxmars eval`."""
 
 import json
+import os
+import shutil
 import signal
 import time
 
@@ -12,6 +14,10 @@ from token_directories import write_shards
 
 from maxmars.checkpoint import list_steps
 from maxmars.cli import main
+from maxmars.config import ValidationSet
+from maxmars.data.prepare import prepare_validation_text
+from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.distributed.files import resolve
 from maxmars.train.metrics import read_metrics
 
 OWN = """
@@ -23,6 +29,7 @@ def windows(*, split, length):
     return grain.MapDataset.source(tokens)
 """
 NAMES = ("mine", "prose", "windows")
+NEVER = ("--eval.every", "None")
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +98,12 @@ def test_eval_finds_what_the_loop_found(folder, finished, tmp_path, capsys):
             recorded = found[6, f"eval/{name}/{key}"]
             assert whole[f"{name}/{key}"] == pytest.approx(recorded, abs=1e-5), (name, key)
     assert "prose loss" in capsys.readouterr().out
-    # One alone is the validation loss, of several each has its name.
+    # A place alone is the validation loss; what is named, or one of several, has its name.
     one = score("--data.path", folder / "prose.txt")
     assert one["loss"] == pytest.approx(found[6, "eval/prose/loss"], abs=1e-6)
+    named = score("--data.path", f"prose={folder}/prose.txt")
+    assert "loss" not in named
+    assert named["prose/loss"] == one["loss"]
     two = score("--data.path", folder / "mine", f"text={folder}/prose.txt", "--against", finished)
     assert "loss" not in two
     assert two["text/loss"] == pytest.approx(found[6, "eval/prose/loss"], abs=1e-6)
@@ -101,12 +111,44 @@ def test_eval_finds_what_the_loop_found(folder, finished, tmp_path, capsys):
     assert two["difference"]["mine/loss"] == 0
     main(["export", str(finished), str(tmp_path / "hf"), "--report", str(output)])
     card = (tmp_path / "hf" / "README.md").read_text()
-    assert (
-        f"| prose | loss, nats a token | {found[6, 'eval/prose/loss']:.4f} | 20 windows |" in card
-    )
+    prose = f"{found[6, 'eval/prose/loss']:.4f}"
+    assert f"| prose | loss, nats a token | {prose} | at most 20 windows |" in card
     assert f"| text | loss, nats a token | {two['text/loss']:.4f} |" in card
     main(["report", str(finished)])
     assert "eval/mine/loss" in (finished / "report" / "curves.csv").read_text()
+
+
+@pytest.mark.seconds
+def test_eval_needs_only_what_it_scores(folder, finished, tmp_path, capsys):
+    lost, alone = tmp_path / "lost", tmp_path / "alone"
+    shutil.copytree(finished, lost)
+    shutil.rmtree(lost / "sources" / "eval")
+    shutil.copytree(finished / "checkpoints", alone / "checkpoints")
+    shutil.copytree(finished / "tokenizer", alone / "tokenizer")
+    for run in (lost, alone):
+        words = ["eval", run, "--tasks", "loss", "--data.path", folder / "mine"]
+        main([*map(str, [*words, "--num-processes", 1, "--output", tmp_path / "scores.json"])])
+        scores = json.loads((tmp_path / "scores.json").read_text())
+        # As many windows as in training.
+        loss = evaluations(finished)[6, "eval/mine/loss"]
+        assert scores["loss"] == pytest.approx(loss, abs=1e-6)
+    with pytest.raises(SystemExit):
+        main(["eval", str(lost), "--tasks", "loss", "--num-processes", "1"])
+    assert "own.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("data/fineweb-v1.1", "fineweb-v1.1"),
+        ("wiki.jsonl.gz", "wiki"),
+        ("a.b/My.TXT", "My"),
+        ("gs://bucket/tokens/", "tokens"),
+        ("own.py:windows", "windows"),
+    ],
+)
+def test_the_name_of_a_place(place, name):
+    assert ValidationSet.parse(place).name == name
 
 
 @pytest.mark.slow
@@ -131,12 +173,25 @@ def test_a_changed_set_is_refused_and_another_name_is_not(folder, tmp_path):
     text.write_text("one " * 100)
     train_here(folder, tmp_path / "run", "--num-steps", 1, "--eval.data", text)
     text.write_text("two " * 100)
+    # A session without evaluations keeps the digest.
+    train_here(folder, tmp_path / "run", "--num-steps", 2, "--eval.data", text, *NEVER)
     with pytest.raises(SystemExit) as end:
-        train_here(folder, tmp_path / "run", "--num-steps", 2, "--eval.data", text)
+        train_here(folder, tmp_path / "run", "--num-steps", 3, "--eval.data", text)
     assert end.value.code == 1
-    train_here(folder, tmp_path / "run", "--num-steps", 2, "--eval.data", f"other={text}")
+    train_here(folder, tmp_path / "run", "--num-steps", 3, "--eval.data", f"other={text}")
     # The step that it went on from lacked this one.
-    assert values_of(tmp_path / "run", "eval/other/loss").keys() == {1, 2}
+    assert values_of(tmp_path / "run", "eval/other/loss").keys() == {2, 3}
+
+
+def test_files_of_one_name_size_and_time_in_two_folders(tmp_path):
+    places = []
+    for word in ("one ", "two "):
+        file = tmp_path / word.strip() / "text.txt"
+        file.parent.mkdir()
+        file.write_text(word * 9)
+        os.utime(file, (1e9, 1e9))
+        places.append(prepare_validation_text(resolve(file), ByteTokenizer()))
+    assert places[0] != places[1]
 
 
 @pytest.mark.seconds
@@ -155,7 +210,7 @@ def test_the_best_by_a_set(folder, tmp_path):
     main(["audit", str(tmp_path / "run")])
 
 
-def test_data_without_a_validation_split_of_their_own(folder, tmp_path):
+def test_data_without_a_validation_split_of_their_own(folder, tmp_path, capsys):
     write_shards(tmp_path / "all", np.arange(900) % 200, vocab_size=257)
     config = tmp_path / "config.py"
     config.write_text(
@@ -163,7 +218,13 @@ def test_data_without_a_validation_split_of_their_own(folder, tmp_path):
         .read_text()
         .replace("tiny_config(", f"tiny_config(data=TokenShardsConfig(path='{tmp_path / 'all'}'), ")
     )
-    train_here(tmp_path, "run", "--num-steps", 1, "--eval.data", folder / "prose.txt")
+    options = ["--num-steps", 1, "--eval.data", folder / "prose.txt"]
+    with pytest.raises(SystemExit) as end:
+        train_here(tmp_path, "run", *options, "--checkpoint.keep-best", 1)
+    assert end.value.code == 1
+    assert "keep_best_of" in capsys.readouterr().err
+    train_here(tmp_path, "run", *options)
+    assert "`val`" in (tmp_path / "run" / "logs" / "host_000.log").read_text()
     assert {key for _, key in evaluations(tmp_path / "run")} == {
         "eval/prose/loss",
         "eval/prose/bits_per_byte",
