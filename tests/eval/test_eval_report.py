@@ -179,7 +179,7 @@ UNKNOWN = "--data.tokenizer unknown --data.vocab-size 257 --data.dtype uint8"
         ("--tasks loss --data.path damaged", "damaged/val_00000.bin"),
         ("--tasks loss --data.path gpt2", "gpt2"),
         ("--tasks loss --data.path a.txt --data.tokenizer byte", "--data.tokenizer"),
-        (f"--tasks loss --data.path raw {UNKNOWN}", "unknown"),
+        (f"--tasks loss --data.path raw {UNKNOWN}", "--data.tokenizer"),
     ],
 )
 def test_clear_errors(
