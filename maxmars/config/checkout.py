@@ -34,7 +34,7 @@ def git_commit(root: Path) -> str | None:
 
 def wheel_sha256(root: Path) -> str | None:
     """SHA-256, in hex, of the wheel that was installed into `root` from a file; None if none was,
-    or not by pip, which notes it."""
+    or not by pip, which notes it (before 23.1 only if the URL said it)."""
     _, origin = _installed(root)
     kind, _, digest = origin.get("archive_info", {}).get("hash", "").partition("=")
     return digest if kind == "sha256" else None

@@ -38,8 +38,11 @@ def python(tmp_path_factory):
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder / "venv")
     python = folder / "venv" / "bin" / "python"
-    (folder / wheel.NAME).write_bytes(wheel.make_wheel())
-    words = ["--no-deps", "--no-index", "--disable-pip-version-check", str(folder / wheel.NAME)]
+    content = wheel.make_wheel()
+    (folder / wheel.NAME).write_bytes(content)
+    # With its hash, as pip before 23.1 notes no other.
+    url = f"{(folder / wheel.NAME).as_uri()}#sha256={hashlib.sha256(content).hexdigest()}"
+    words = ["--no-deps", "--no-index", "--disable-pip-version-check", f"maxmars @ {url}"]
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *words]
     subprocess.run(pip, check=True, capture_output=True)
     ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
