@@ -269,15 +269,15 @@ def _with_imports(name: str, files: Files, others: Files) -> dict[str, bytes]:
       UsageError: one imports a module of the current folder that is neither its own nor one of
         `others`, which `python -m maxmars` finds here, and hosts would not.
     """
-    place = Path(name).parent
+    folder = Path(name).parent
     for file, text in files.items():
         for path in imported_paths(file, text):
             if path not in {*files, *others} and Path(path).is_file():
                 raise UsageError(
-                    f"{place / file} imports {path} from another folder, which hosts would not "
-                    f"find: move it into {place} or below."
+                    f"{folder / file} imports {path} from another folder, which hosts would not "
+                    f"find: move it into {folder} or below."
                 )
-    return {str(place / file): text for file, text in files.items()}
+    return {str(folder / file): text for file, text in files.items()}
 
 
 def _mode(name: str) -> int:

@@ -317,14 +317,15 @@ def _open_validation(
       ValueError: `keep_best` has no loss to choose by.
       See `open_validation` and `check_data`.
     """
-    sets, splits, kept = config.eval.data, {}, config.checkpoint
+    sets, splits, checkpoint = config.eval.data, {}, config.checkpoint
     if config.eval.every is not None:
         tokenizer = functools.partial(tokenizer_of_tokens, data.vocabulary)
         splits = open_validation(config.data, sets, tokenizer, config.model, opened=data)
-        if kept.keep_best is not None and (kept.keep_best_of or "") not in splits:
+        if checkpoint.keep_best is not None and (checkpoint.keep_best_of or "") not in splits:
             raise ValueError(
-                f"checkpoint.keep_best={kept.keep_best} chooses by the loss of the split `val`, "
-                "which the training data lack; name a set of eval.data by checkpoint.keep_best_of."
+                f"checkpoint.keep_best={checkpoint.keep_best} chooses by the loss of the split "
+                "`val`, which the training data lack; name a set of eval.data by "
+                "checkpoint.keep_best_of."
             )
     digests = {} if saved is None else {one.name: one.digest for one in saved.config.eval.data}
     for name in splits and [one.name for one in sets]:
