@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 
 _ACCELERATORS = ("libtpu", "jax_plugins")  # the second has JAX's parts for GPUs
@@ -20,7 +21,8 @@ def keep_freed_memory() -> None:
     gives that back to Linux, which then clears 18,000 pages in a step of the quickstart: a quarter
     of its time. Nothing is done beside other devices, or another C library.
     """
-    if sys.platform != "linux" or any(map(importlib.util.find_spec, _ACCELERATORS)):
+    may_have_others = any(map(importlib.util.find_spec, _ACCELERATORS))
+    if sys.platform != "linux" or (may_have_others and os.environ.get("JAX_PLATFORMS") != "cpu"):
         return
     import ctypes
 
