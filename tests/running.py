@@ -16,17 +16,22 @@ from maxmars.cli import main
 CONFIG = """
 import dataclasses, sys
 sys.path.insert(0, {tests!r})
+from pathlib import Path
 from maxmars.config import *
-from tiny import ADAMW, MODEL, tiny_config
+from tiny import ADAMW, MODEL, short_config, tiny_config
+
+TOKENS = Path(__file__).parent / "tokens"
 
 def get_config():
-    return tiny_config({arguments})
+    return {config}
 """
 
 
-def write_config(folder, arguments):
-    """Write the config of `start`, `tiny_config` with these arguments; returns the folder."""
-    text = CONFIG.format(tests=str(Path(__file__).parent), arguments=arguments)
+def write_config(folder, arguments, make="tiny_config"):
+    """Write the config of `start`, `tiny_config` with these arguments, or `short_config`, whose
+    first one is `TOKENS` beside the file; returns the folder."""
+    arguments = arguments if make == "tiny_config" else f"TOKENS, {arguments}"
+    text = CONFIG.format(tests=str(Path(__file__).parent), config=f"{make}({arguments})")
     (folder / "config.py").write_text(text)
     return folder
 
@@ -48,6 +53,20 @@ def start_python(folder, *arguments, devices=1, variables=None):
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def run_python(*words, code=0, environment=None, folder=None, timeout_s=240):
+    """What a process of Python printed, which must end with this exit code."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done
 
 
 def start(folder, name, *arguments, devices=2):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from trees import random_tree
 
 from maxmars.distributed.sharding import like_params, with_shardings
 from maxmars.optim import (
@@ -63,11 +64,7 @@ def shardings(mesh):
 
 
 def random_matrices(layers, embed=16, heads=4, dtype="float32"):
-    rng = np.random.default_rng(layers)
-    return {
-        name: rng.standard_normal(shape).astype(dtype)
-        for name, shape in shapes(layers, embed, heads).items()
-    }
+    return random_tree(layers, shapes(layers, embed, heads), dtype=dtype)
 
 
 def compiled_update(mesh, size):

@@ -1,12 +1,12 @@
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
 import pytest
+import reference
+from running import run_python
+from trees import assert_close, random_tree, take_steps
 
 from maxmars.optim import (
     MatrixSpec,
@@ -15,73 +15,18 @@ from maxmars.optim import (
     mars,
     mars_over,
     muon,
-    newton_schulz,
     scale_by_mars,
 )
 
-VECTORS = MatrixSpec(batch=(0,), rows=(), cols=(1,))
-
-
-def random_tree(seed=0, scale=1.0, dtype="float32"):
-    """Parameters of a small network: two matrices and two vectors."""
-    rng = np.random.default_rng(seed)
-    shapes = {"dense": {"kernel": (6, 4), "bias": (4,)}, "embedding": (9, 6), "norm": (6,)}
-    return jax.tree.map(
-        lambda shape: (scale * rng.standard_normal(shape)).astype(dtype),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
-
-
-def run(tx, params, gradients, prev_gradients=None, **kwargs):
-    """Parameters after each step; the update is jitted once."""
-    state = tx.init(params)
-
-    @jax.jit
-    def step(params, state, grads, extra):
-        updates, state = tx.update(grads, state, params, **extra)
-        return optax.apply_updates(params, updates), state
-
-    history = []
-    for i, grads in enumerate(gradients):
-        extra = kwargs if prev_gradients is None else {"prev_grads": prev_gradients[i]}
-        params, state = step(params, state, grads, extra)
-        history.append(params)
-    return history
-
-
-def assert_trees_close(ours, theirs, atol):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
-
-
-# --- our own plain reference ---------------------------------------------------------------------
-
-
-def plain_mars(param, grads, last_grads, *, rate, b1, b2, eps, gamma, clip, decay, amsgrad=False):
-    """The equations of the module docstring in float64 NumPy, for one tensor; `rate` and `gamma`
-    have a value for each step."""
-    p = param.astype(np.float64)
-    m = v = v_max = np.zeros_like(p)
-    history = []
-    for t, (g, last) in enumerate(zip(grads, last_grads, strict=True), start=1):
-        c = g + gamma[t - 1] * b1 / (1 - b1) * (g - last)
-        if clip is not None:
-            c = c / max(1, np.linalg.norm(c) / clip)
-        m = b1 * m + (1 - b1) * c
-        v = b2 * v + (1 - b2) * c**2
-        v_max = np.maximum(v_max, v)
-        root = np.sqrt(v_max if amsgrad else v) / np.sqrt(1 - b2**t)
-        p = p - rate[t - 1] * (m / (1 - b1**t) / (root + eps) + decay * p)
-        history.append(p)
-    return history
+# --- the equations -----------------------------------------------------------------------------
 
 
 @pytest.mark.smoke
 @pytest.mark.parametrize(("exact", "amsgrad"), [(False, False), (True, True)])
 def test_equations(exact, amsgrad):
     params = random_tree(0)
-    grads = [random_tree(i, 0.3 * i) for i in range(1, 9)]
-    prev = [random_tree(100 + i, 0.3 * i) for i in range(1, 9)]
+    grads = [random_tree(i, scale=0.3 * i) for i in range(1, 9)]
+    prev = [random_tree(100 + i, scale=0.3 * i) for i in range(1, 9)]
     rates, gammas = 0.01 / np.arange(1, 9), 0.3 * np.arange(8) % 1
     tx = mars(
         lambda count: jnp.asarray(rates)[count],
@@ -92,30 +37,23 @@ def test_equations(exact, amsgrad):
         vector_learning_rate_scale=0.5,
         vector_weight_decay=0.1,
     )
-    ours = run(tx, params, grads, prev if exact else None)[-1]
+    extra = {"prev_grads": prev} if exact else None
+    ours = take_steps(tx, params, grads, extra=extra).params[-1]
     last = [jax.tree.map(np.zeros_like, params)] + (prev[1:] if exact else grads[:-1])
 
     def expected(param, *gs):
         gs, lasts = gs[: len(grads)], gs[len(grads) :]
         if param.ndim == 2:
-            own = {"b1": 0.95, "b2": 0.99, "gamma": gammas, "clip": 1.0, "decay": 0.2}
-            own["rate"] = rates
+            corrected = reference.correct(gs, lasts, 0.95, lambda t: gammas[t], clip=1.0)
+            directions = reference.adam(corrected, 0.95, 0.99, amsgrad=amsgrad)
+            *_, after = reference.descend(param, directions, lambda t: rates[t], 0.2)
         else:
-            own = {"b1": 0.9, "b2": 0.95, "gamma": np.zeros(8), "clip": None, "decay": 0.1}
-            own["rate"] = rates / 2
-        return plain_mars(param, gs, lasts, eps=1e-8, amsgrad=amsgrad, **own)[-1]
+            directions = reference.adam(gs, 0.9, 0.95, amsgrad=amsgrad)
+            *_, after = reference.descend(param, directions, lambda t: rates[t] / 2, 0.1)
+        return after
 
-    assert_trees_close(ours, jax.tree.map(expected, params, *grads, *last), 2e-6)
-
-
-def plain_orthogonalization(x, steps=5):
-    """Newton-Schulz with Keller's coefficients in float64 NumPy."""
-    tall = x.shape[0] > x.shape[1]
-    x = (x.T if tall else x) / np.linalg.norm(x)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if tall else x
+    in_float64 = jax.tree.map(np.float64, [params, *grads, *last])
+    assert_close(ours, jax.tree.map(expected, *in_float64), 2e-6)
 
 
 @pytest.mark.smoke
@@ -126,24 +64,20 @@ def plain_orthogonalization(x, steps=5):
 def test_equations_of_the_other_variants(variant, shape):
     rng = np.random.default_rng(0)
     param, *grads = rng.standard_normal((6, *shape))
-    m, last, p = np.zeros(shape), np.zeros(shape), param
-    for g in grads:
-        c = g + 0.3 * 0.95 / 0.05 * (g - last)
-        m, last = 0.95 * m + 0.05 * c / max(1, np.linalg.norm(c)), g
-        rows, cols = shape
-        match variant:
-            case "lion":
-                u = np.sign(m)
-            case "shampoo":
-                u = plain_orthogonalization(m) * max(1, cols / rows) ** 0.5
-            case "m":
-                u = plain_orthogonalization(m) * 0.2 * max(rows, cols) ** 0.5
-        p = p - 0.01 * (u + 0.2 * p)
+    corrected = reference.correct(grads, [np.zeros(shape), *grads[:-1]], 0.95, 0.3, clip=1.0)
+    momenta = reference.heavy_ball(corrected, 0.95)
+    scales = {"shampoo": "spectral", "m": "rms"}
+    u = (
+        reference.lion(momenta)
+        if variant == "lion"
+        else reference.spectral(momenta, scales[variant])
+    )
+    *_, expected = reference.descend(param, u, 0.01, 0.2)
     tx = mars(0.01, variant=variant, gamma=0.3, weight_decay=0.2, ns_dtype="float32")
-    narrow = [g.astype(np.float32) for g in grads]
-    ours = run(tx, param.astype(np.float32), narrow)[-1]
+    narrow = [x.astype(np.float32) for x in (param, *grads)]
+    ours = take_steps(tx, narrow[0], narrow[1:]).params[-1]
     # Newton-Schulz multiplies float32's rounding by up to 3.4 in each of 5 iterations.
-    np.testing.assert_allclose(ours, p, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-5)
 
 
 # --- identities and structure --------------------------------------------------------------------
@@ -155,8 +89,7 @@ def test_without_correction_and_clip_it_is_adamw_of_the_whole_tree():
     options = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "mask": mask}
     ours = mars(0.01, gamma=0.0, clip_threshold=None, vector_b1=0.9, vector_b2=0.95, **options)
     adamw = optax.adamw(0.01, **options)
-    for a, b in zip(run(ours, params, grads), run(adamw, params, grads), strict=True):
-        assert_trees_close(a, b, 2e-6)
+    assert_close(*(take_steps(tx, params, grads).params for tx in (ours, adamw)), 2e-6)
 
 
 def test_specs_may_be_the_dimension_numbers_of_optax():
@@ -174,9 +107,12 @@ def test_specs_may_be_the_dimension_numbers_of_optax():
     theirs = optax.contrib.muon(0.1, nesterov=False, muon_weight_dimension_numbers=numbers)
     ours = muon(0.1, nesterov=False, ns_dtype="float32", matrix_specs=numbers)
     matrices = ("conv", "stacked", "turned")  # optax's Adam of vectors has other betas
-    for a, b in zip(run(ours, params, grads), run(theirs, params, grads), strict=True):
+    for name in matrices:
+        found, expected = (
+            [after[name] for after in take_steps(tx, params, grads).params] for tx in (ours, theirs)
+        )
         # Five iterations multiply float32's rounding by up to 3.4 each.
-        assert_trees_close(*({name: x[name] for name in matrices} for x in (a, b)), 1e-5)
+        assert_close(found, expected, 1e-5)
 
 
 @pytest.mark.parametrize("variant", ["lion", "shampoo", "m"])
@@ -186,59 +122,24 @@ def test_one_buffer_gives_what_two_give(x64, variant):
     two, one = (mars(0.01, memory_efficient=one, **options) for one in (False, True))
     sizes = [sum(x.size for x in jax.tree.leaves(tx.init(params))) for tx in (two, one)]
     assert sizes[0] - sizes[1] >= params["embedding"].size + params["dense"]["kernel"].size
-    for a, b in zip(run(two, params, grads), run(one, params, grads), strict=True):
-        assert_trees_close(a, b, 1e-12)
+    assert_close(*(take_steps(tx, params, grads).params for tx in (two, one)), 1e-12)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_muon_is_newton_schulz_of_nesterov_momentum(x64, nesterov):
     params, *grads = (random_tree(i, dtype="float64") for i in range(20))
     ours = muon(0.01, momentum=0.9, nesterov=nesterov, ns_dtype="float64")
-    matrix = params["embedding"]
-    buffer = np.zeros_like(matrix)
-    for after, gs in zip(run(ours, params, grads), grads, strict=True):
-        buffer = 0.9 * buffer + gs["embedding"]
-        look = gs["embedding"] + 0.9 * buffer if nesterov else buffer
-        rows, cols = look.shape
-        matrix = matrix - 0.01 * np.sqrt(max(1, cols / rows)) * newton_schulz(
-            jnp.asarray(look), dtype="float64"
-        )
-        np.testing.assert_allclose(
-            after["embedding"], matrix, atol=1e-7
-        )  # eps is beside another norm
+    momentum = reference.nesterov if nesterov else reference.heavy_ball
+    directions = reference.spectral(momentum([g["embedding"] for g in grads], 0.9), "spectral")
+    expected = reference.descend(params["embedding"], directions, 0.01, 0.0)
+    found = [after["embedding"] for after in take_steps(ours, params, grads).params]
+    np.testing.assert_allclose(found, [*expected], atol=1e-7)  # eps is beside another norm
 
 
 def test_gamma_zero_stores_no_last_gradient():
     params = random_tree()
     assert not jax.tree.leaves(correct_gradient(gamma=0.0).init(params))
     assert correct_gradient(gamma=lambda count: 0.0 * count).init(params).last_grad is not None
-
-
-def test_a_stack_of_layers_equals_separate_parameters():
-    layers = [random_tree(i) for i in range(4)]
-    # Different sizes of gradient, so that some layers are clipped and others are not.
-    gradients = [
-        [random_tree(10 * step + i, 10.0 ** (i - 2)) for i in range(4)] for step in range(1, 7)
-    ]
-    options = {"weight_decay": 0.1, "gamma": 0.1, "optimize_vectors": True}
-    matrix = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
-    specs = {
-        "dense": {"kernel": matrix, "bias": VECTORS},
-        "embedding": matrix,
-        "norm": VECTORS,
-    }
-
-    def stack(trees):
-        return jax.tree.map(lambda *xs: np.stack(xs), *trees)
-
-    stacked = run(
-        mars(0.01, matrix_specs=specs, **options), stack(layers), [stack(g) for g in gradients]
-    )[-1]
-    separate = [
-        run(mars(0.01, **options), layer, [g[i] for g in gradients])[-1]
-        for i, layer in enumerate(layers)
-    ]
-    assert_trees_close(stacked, stack(separate), 1e-6)
 
 
 @pytest.mark.parametrize("variant", ["adamw", "shampoo", "m"])
@@ -255,7 +156,8 @@ def test_a_padded_vocabulary_changes_nothing(x64, variant):
     def trained(padding):
         spec = MatrixSpec(rows=(1,), cols=(0,), embedding=True, padding=padding)
         table = [np.pad(x, ((0, padding), (0, 0))) for x in (param, *grads)]
-        return run(mars(0.1, matrix_specs=spec, **options), table[0], table[1:])[-1]
+        tx = mars(0.1, matrix_specs=spec, **options)
+        return take_steps(tx, table[0], table[1:]).params[-1]
 
     padded = trained(3)
     np.testing.assert_allclose(padded[:13], trained(0), rtol=0, atol=1e-12)
@@ -270,9 +172,7 @@ before = {name.partition(".")[0] for name in sys.modules}
 from maxmars.optim import mars
 print(*{name.partition(".")[0] for name in sys.modules} - before - sys.stdlib_module_names)
 """
-    program = [sys.executable, "-c", code]
-    packages = subprocess.run(program, check=True, capture_output=True, text=True).stdout.split()
-    assert packages == ["maxmars"]
+    assert run_python("-c", code).stdout.split() == ["maxmars"]
 
 
 # --- compositions --------------------------------------------------------------------------------
@@ -287,9 +187,9 @@ def test_mars_of_all_parameters_is_scale_by_mars_decay_and_rate(options):
     direction = scale_by_mars(0.9, 0.98, **options)
     rest = optax.add_decayed_weights(0.2), optax.scale_by_learning_rate(0.01)
     whole = mars(0.01, b1=0.9, b2=0.98, weight_decay=0.2, optimize_vectors=True, **options)
-    prev = grads[::-1] if "exact" in options else None
-    ours = run(optax.chain(direction, *rest), params, grads, prev)
-    assert_trees_close(ours, run(whole, params, grads, prev), 0)
+    extra = {"prev_grads": grads[::-1]} if "exact" in options else None
+    both = (optax.chain(direction, *rest), whole)
+    assert_close(*(take_steps(tx, params, grads, extra=extra).params for tx in both))
     states = [type(state).__name__ for state in direction.init(params)]
     for name in states:
         assert name in scale_by_mars.__doc__
@@ -344,12 +244,14 @@ def test_exact_mars_over_several_batches_takes_the_mean_of_both_gradients():
     options = {"b1": 0.95, "gamma": 0.3, "exact": True, "first_step": "plain_gradient"}
     inner = optax.chain(clip_by_matrix_norm(), optax.adam(0.01, b1=0.95))
     several = optax.MultiSteps(inner, 2).gradient_transformation()
-    ours = run(optax.chain(correct_gradient(**options), several), random_tree(0), grads, prev)
+    ours = optax.chain(correct_gradient(**options), several)
 
     def means(trees):
         pairs = zip(trees[::2], trees[1::2], strict=True)
         return [jax.tree.map(lambda a, b: (a + b) / 2, *pair) for pair in pairs]
 
     whole = mars_over(optax.adam(0.01, b1=0.95), **options)
-    theirs = run(whole, random_tree(0), means(grads), means(prev))
-    assert_trees_close(ours[1::2], theirs, 1e-6)
+    extra = {"prev_grads": means(prev)}
+    theirs = take_steps(whole, random_tree(0), means(grads), extra=extra).params
+    ours = take_steps(ours, random_tree(0), grads, extra={"prev_grads": prev}).params
+    assert_close(ours[1::2], theirs, 1e-6)

@@ -1,20 +1,19 @@
 """NorMuon: Newton-Schulz with rows of even size, in NumPy and on meshes."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+import reference
 from gpt2_matrices import make_mesh
 from jax.sharding import NamedSharding, PartitionSpec
 from refusals import refused
+from trees import assert_close, compiled_update, put, random_tree, take_steps
 
 from maxmars.optim import (
     MatrixSpec,
     RowNormalizationState,
     mars,
     muon,
-    newton_schulz,
     scale_by_orthogonalization,
 )
 from maxmars.plan.collectives import collectives
@@ -35,12 +34,12 @@ SPECS = {
     "bias": MatrixSpec(rows=(), cols=(0,)),
 }
 SHAPES = {"c_attn": (2, 8, 3, 2, 4), "mlp": (3, 16, 6), "square": (8, 8), "bias": (8,)}
-SCALES = {"c_attn": np.array([1e-4, 1e4])[:, None, None, None, None], "mlp": 1, "square": 1}
+SCALES = {"c_attn": np.array([1e-4, 1e4])[:, None, None, None, None]}
 
 
 def draw(seed):
-    rng = np.random.default_rng(seed)
-    return {k: rng.standard_normal(s) * SCALES.get(k, 1) for k, s in SHAPES.items()}
+    arrays = random_tree(seed, SHAPES, dtype="float64")
+    return arrays | {name: arrays[name] * scale for name, scale in SCALES.items()}
 
 
 def gradients(step):
@@ -63,18 +62,13 @@ def optimizer(mesh=None, make=muon, **options):
     )
 
 
-def trained(steps, mesh=None, start=None, **options):
-    """Parameters, state and program after the steps `steps`, from a pair or from the start."""
-    tx = optimizer(mesh, **options)
-    layout = mesh and {name: NamedSharding(mesh, PARTITION[name]) for name in SHAPES}
-    put = (lambda tree: tree) if mesh is None else lambda tree: jax.device_put(tree, layout)
-    params = put(draw(0) if start is None else start[0])
-    state, update = tx.init(params), jax.jit(tx.update)
-    state = state if start is None else start[1]
-    for step in steps:
-        updates, state = jax.block_until_ready(update(put(gradients(step)), state, params))
-        params = optax.apply_updates(params, updates)
-    return params, state, update.lower(params, state, params).compile()
+def trained(steps, mesh=None, start=(None, None), **options):
+    """Parameters and state after the steps `steps`, from a pair or from the start."""
+    params, state = start
+    params = put(draw(0) if params is None else params, mesh, PARTITION)
+    grads = [put(gradients(step), mesh, PARTITION) for step in steps]
+    after = take_steps(optimizer(mesh, **options), params, grads, state=state)
+    return after.params[-1], after.state
 
 
 def blocks(x):
@@ -87,24 +81,14 @@ def blocks(x):
 
 
 def test_it_is_the_papers_in_numpy(x64):
-    params, state, _ = trained(range(STEPS), vector_learning_rate_scale=0.5)
-    expected, mean, moment = blocks(draw(0)), {}, {}
-    for step in range(STEPS):
-        for name, grads in blocks(gradients(step)).items():
-            mean[name] = MOMENTUM * mean.get(name, 0) + (1 - MOMENTUM) * grads
-            m = MOMENTUM * mean[name] + (1 - MOMENTUM) * grads
-            eps = 1e-7 * (1 - MOMENTUM)
-            u = np.asarray(newton_schulz(jnp.asarray(m), eps=eps, dtype="float64"))
-            square = np.mean(u**2, axis=1, keepdims=True)  # of each output
-            moment[name] = B2 * moment.get(name, 0) + (1 - B2) * square
-            even = u / (np.sqrt(moment[name]) + 1e-10)
-            norms = [np.linalg.norm(x, axis=(1, 2), keepdims=True) for x in (u, even)]
-            even = even * norms[0] / (norms[1] + 1e-10)
-            scale = np.sqrt(max(1, u.shape[2] / u.shape[1]))
-            p = expected[name]
-            expected[name] = p - 0.02 * (even * scale + 0.1 * p)
-    for name, matrices in blocks(params).items():
-        np.testing.assert_allclose(matrices, expected[name], rtol=0, atol=1e-12, err_msg=name)
+    params, state = trained(range(STEPS), vector_learning_rate_scale=0.5)
+    grads = [blocks(gradients(step)) for step in range(STEPS)]
+    for name, matrices in blocks(draw(0)).items():
+        for i, matrix in enumerate(matrices):
+            directions = reference.normuon([g[name][i] for g in grads], MOMENTUM, B2)
+            *_, expected = reference.descend(matrix, directions, 0.02, 0.1)
+            found = blocks(params)[name][i]
+            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12, err_msg=name)
     np.testing.assert_array_equal(
         np.delete(moments(state)["mlp"], 2, axis=2) > 0, np.ones((3, 1, 5))
     )
@@ -121,13 +105,10 @@ def moments(state):
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2), (1, 4, 2)])
 def test_a_mesh_changes_nothing_and_moves_one_number_a_row(x64, shape):
     mesh = make_mesh(shape)
-    expected, expected_state, _ = trained(range(6))
-    params, state, program = trained(range(6), mesh)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12),
-        (params, moments(state)),
-        (expected, moments(expected_state)),
-    )
+    expected, expected_state = trained(range(6))
+    params, state = trained(range(6), mesh)
+    assert_close(params, expected, rtol=1e-11, atol=1e-12)
+    assert_close(moments(state), moments(expected_state), rtol=1e-11, atol=1e-12)
     for name, v in moments(state).items():
         if name != "bias":
             whole = [
@@ -135,16 +116,14 @@ def test_a_mesh_changes_nothing_and_moves_one_number_a_row(x64, shape):
             ]
             assert v.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(*whole)), v.ndim)
     rows = sum(v.size for v in jax.tree.leaves(moments(state)))
+    program = compiled_update(optimizer(mesh), params, state)
     others = [c.bytes for c in collectives(program, mesh) if c.op != "all-to-all"]
     assert sum(others) <= 8 * (rows + 40)  # and some norms, in float64
 
     other = make_mesh((2, 4, 1))  # a resume
-    half = trained(range(3), mesh)[:2]
-    half = jax.tree.map(np.asarray, half)
-    resumed = trained(range(3, 6), other, half)[0]
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-11, atol=1e-12), resumed, expected
-    )
+    half = jax.tree.map(np.asarray, trained(range(3), mesh))
+    resumed, _ = trained(range(3, 6), other, half)
+    assert_close(resumed, expected, rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.parametrize("variant", ["m", "shampoo"])

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from refusals import refused
+from trees import assert_close
 
 from maxmars.optim import (
     MatrixSpec,
@@ -27,10 +28,6 @@ def compiled(updates, matrix_specs=None, **options):
 
 
 compiled_newton_schulz = jax.jit(newton_schulz, static_argnames="dtype")
-
-
-def assert_trees_close(ours, theirs, atol=1e-13):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
 
 
 # --- on one device -------------------------------------------------------------------------------
@@ -86,7 +83,7 @@ def test_rounds_of_bounded_size_change_nothing(x64):
         return orthogonalize(u, specs(), dtype="float64", max_batch_bytes=60_000)
 
     assert " while(" in jax.jit(in_rounds).lower(updates).compile().as_text()
-    assert_trees_close(jax.jit(in_rounds)(updates), compiled(updates, specs(), dtype="float64"))
+    assert_close(jax.jit(in_rounds)(updates), compiled(updates, specs(), dtype="float64"), 1e-13)
 
 
 # --- on a mesh -----------------------------------------------------------------------------------
@@ -108,7 +105,7 @@ def test_a_mesh_changes_nothing(x64, shape):
     run = jax.jit(program, static_argnums=0)
     layout = gpt2_matrices.shardings(mesh)
     results = run(mesh, [jax.device_put(tree, layout) for tree in trees])
-    assert_trees_close(results, run(None, trees))
+    assert_close(results, run(None, trees), 1e-13)
     for result in results:
         for name, x in result.items():
             assert x.sharding.is_equivalent_to(layout[name], x.ndim), name
@@ -142,7 +139,7 @@ def test_owners_among_copies(x64):
     updates = jax.device_put(local, gpt2_matrices.shardings(mesh))
     over_data = {"mesh": mesh, "ownership_axes": ("fsdp", "data")}
     run = jax.jit(lambda u: orthogonalize(u, specs(), dtype="float64", **over_data))
-    assert_trees_close(run(updates), compiled(local, specs(), dtype="float64"))
+    assert_close(run(updates), compiled(local, specs(), dtype="float64"), 1e-13)
     moved = collectives(run.lower(updates).compile(), mesh)
     assert {collective.op for collective in moved} == {"all-to-all", "all-gather"}
     groups = orthogonalization_groups(updates, specs(), **over_data)

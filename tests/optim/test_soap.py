@@ -3,76 +3,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import reference
 from jax.sharding import NamedSharding, PartitionSpec
+from trees import assert_close, random_tree, take_steps
 
 from maxmars.optim import MatrixSpec, scale_by_soap, soap
 
 LAYERS = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
 
 
-def random_arrays(shapes, seed=0, scale=1.0):
-    rng = np.random.default_rng(seed)
-    return {name: (scale * rng.standard_normal(s)).astype("f") for name, s in shapes.items()}
-
-
 SHAPES = {"square": (6, 6), "table": (12, 5), "bias": (6,)}
 FEWER = {"square": (6, 6), "bias": (6,)}
-
-
-def run(tx, params, gradients, put=lambda tree: tree):
-    """Parameters after the last step, and the state; the update is jitted once."""
-
-    @jax.jit
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = jax.tree.map(jnp.asarray, put(params))
-    state = jax.jit(tx.init)(params)
-    for i, grads in enumerate(gradients):
-        params, state = step(params, state, put(grads))
-        # On a mesh the first state's vectors are not where later ones are.
-        assert step._cache_size() == 1 or (i > 0 and step._cache_size() == 2)
-    return params, state
-
-
-def assert_close(ours, theirs, atol):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, theirs)
-
-
-# --- a plain reference ---------------------------------------------------------------------------
-
-
-def plain_soap(p, grads, rates, *, decay, frequency, b1, b2, beta, eps, sides, first_bases):
-    """The equations for one matrix, with the momentum in the parameter's own basis."""
-
-    def transform(x, bases, inverse=False):
-        left, right = (q.T if inverse else q for q in bases)
-        return left.T @ x @ right
-
-    bases = [np.eye(n) for n in p.shape]
-    grams = [np.zeros((n, n)) for n in p.shape]
-    m, v = np.zeros_like(p), np.zeros_like(p)
-    for t, (g, rate) in enumerate(zip(grads, rates, strict=True)):
-        if t > 0:
-            projected = transform(g, bases)
-            m = b1 * m + (1 - b1) * g
-            v = b2 * v + (1 - b2) * projected**2
-            scaled = transform(m, bases) / (1 - b1**t) * np.sqrt(1 - b2**t) / (np.sqrt(v) + eps)
-            p = p - rate * (transform(scaled, bases, inverse=True) + decay * p)
-        for i, outer in enumerate([g @ g.T, g.T @ g]):
-            grams[i] = beta * grams[i] + (1 - beta) * outer
-        for i in np.flatnonzero(sides):
-            if t == 0:
-                bases[i] = np.asarray(first_bases[i])
-            elif t % frequency == 0:
-                order = np.argsort(-np.diag(bases[i].T @ grams[i] @ bases[i]))
-                v = np.take(v, order, axis=i)
-                bases[i] = np.linalg.qr(grams[i] @ bases[i][:, order])[0]
-    return p
-
-
-DEFAULTS = {"b1": 0.95, "b2": 0.95, "beta": 0.95, "eps": 1e-8}
 
 
 @pytest.mark.parametrize(
@@ -95,13 +36,12 @@ def test_equations(x64, shape, frequency, options):
         max_precondition_dim=12,
         **options,
     )
-    bases = first_bases(tx, p, grads[0])
-    given = DEFAULTS | {n.replace("shampoo_", ""): x for n, x in options.items()}
-    sides = [n <= 12 for n in shape]
-    expected = plain_soap(
-        p, grads, rates, decay=0.1, frequency=frequency, sides=sides, first_bases=bases, **given
-    )
-    ours, _ = run(tx, p, grads)
+    given = {n.replace("shampoo_", ""): x for n, x in options.items()}
+    given |= {"first_bases": first_bases(tx, p, grads[0]), "sides": [n <= 12 for n in shape]}
+    directions = reference.soap(grads, frequency=frequency, **given)
+    # In the first step nothing decays either.
+    *_, expected = reference.descend(p, directions, lambda t: rates[t], lambda t: 0.1 * (t > 0))
+    ours = take_steps(tx, p, grads).params[-1]
     assert ours.dtype == np.float64
     np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-10)
 
@@ -112,8 +52,7 @@ def first_bases(tx, p, g):
     They are checked and then given to the reference: any basis of a singular Gram matrix's kernel
     is right, and the eigenvectors that stand in for LAPACK's stop at 1e-7, in float64 too.
     """
-    _, state = run(tx, p, [g])
-    state = state.inner_states["matrix"].inner_state[0]
+    state = take_steps(tx, p, [g]).state.inner_states["matrix"].inner_state[0]
     for q, gram in [(state.row_basis, g @ g.T), (state.col_basis, g.T @ g)]:
         if q is not None:
             np.testing.assert_allclose(q.T @ q, np.eye(len(q)), atol=1e-12)
@@ -124,56 +63,30 @@ def first_bases(tx, p, g):
 
 
 def test_with_both_sides_over_the_limit_it_is_adam_after_one_step():
-    params = {"table": random_arrays(SHAPES)["table"]}
-    grads = [{"table": random_arrays(SHAPES, i)["table"]} for i in range(1, 9)]
+    params, *grads = (random_tree(i, {"table": (12, 5)}) for i in range(9))
     tx = soap(0.01, b1=0.9, b2=0.95, weight_decay=0.01, max_precondition_dim=4)
-    ours, _ = run(tx, params, grads)
     adamw = optax.adamw(0.01, b1=0.9, b2=0.95, weight_decay=0.01)
-    assert_close(ours, run(adamw, params, grads[1:])[0], 1e-6)
+    ours, theirs = take_steps(tx, params, grads), take_steps(adamw, params, grads[1:])
+    assert_close(ours.params[1:], theirs.params, 1e-6)
 
 
 def test_vectors_and_embeddings_are_adamw_and_the_first_step_changes_no_matrix():
-    params, *grads = (random_arrays(SHAPES, i) for i in range(5))
+    params, *grads = (random_tree(i, SHAPES) for i in range(5))
     specs = {
         "square": MatrixSpec(rows=(0,), cols=(1,)),
         "table": MatrixSpec(rows=(1,), cols=(0,), embedding=True),
         "bias": None,
     }
     tx = soap(0.01, vector_learning_rate=0.02, vector_weight_decay=0.1, matrix_specs=specs)
-    first, state = run(tx, params, grads[:1])
-    np.testing.assert_array_equal(first["square"], params["square"])
-    state = state.inner_states["matrix"].inner_state[0]
+    first = take_steps(tx, params, grads[:1])
+    np.testing.assert_array_equal(first.params[0]["square"], params["square"])
+    state = first.state.inner_states["matrix"].inner_state[0]
     assert not state.mu["square"].any()
     assert state.row_gram["square"].any()
-    ours, _ = run(tx, params, grads)
-    theirs, _ = run(optax.adamw(0.02, b1=0.9, b2=0.95, weight_decay=0.1), params, grads)
+    adamw = optax.adamw(0.02, b1=0.9, b2=0.95, weight_decay=0.1)
+    ours, theirs = (take_steps(each, params, grads).params[-1] for each in (tx, adamw))
     for name in ("table", "bias"):
         np.testing.assert_allclose(ours[name], theirs[name], rtol=0, atol=1e-6)
-
-
-def test_a_stack_of_layers_equals_separate_parameters():
-    shapes = {"square": (6, 6), "fused": (6, 2, 8)}  # heads and their width are columns, over 12
-    fused = {
-        "square": MatrixSpec(rows=(0,), cols=(1,)),
-        "fused": MatrixSpec(rows=(0,), cols=(1, 2)),
-    }
-    stacked = {"square": LAYERS, "fused": MatrixSpec(batch=(0,), rows=(1,), cols=(2, 3))}
-    # Layers differ in size, but no matrix knows of another.
-    steps = [
-        [random_arrays(shapes, 10 * step + i, 10.0 ** (3 * i - 3)) for i in range(2)]
-        for step in range(8)
-    ]
-    options = {"precondition_frequency": 2, "max_precondition_dim": 12}
-
-    def stack(trees):
-        return jax.tree.map(lambda *xs: np.stack(xs), *trees)
-
-    together, _ = run(
-        soap(0.01, matrix_specs=stacked, **options), stack(steps[0]), list(map(stack, steps[1:]))
-    )
-    tx = soap(0.01, matrix_specs=fused, **options)
-    apart = [run(tx, steps[0][i], [s[i] for s in steps[1:]])[0] for i in range(2)]
-    assert_close(together, stack(apart), 1e-5)
 
 
 @pytest.mark.slow
@@ -212,7 +125,7 @@ def test_bytes_of_the_state():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_dtypes_of_the_state(dtype):
-    params = {n: jnp.asarray(x, dtype) for n, x in random_arrays(FEWER).items()}
+    params = jax.tree.map(lambda x: jnp.asarray(x, dtype), random_tree(0, FEWER))
     tx = soap(0.01, mu_dtype="bfloat16", weight_decay=0.1)
     state = jax.eval_shape(tx.init, params)
     after = jax.eval_shape(tx.update, params, state, params)
@@ -229,13 +142,13 @@ def test_dtypes_of_the_state(dtype):
 
 @pytest.mark.parametrize("scale", [0.0, 1e-15])
 def test_zero_and_tiny_gradients(scale):
-    params = random_arrays(FEWER)
+    params = random_tree(0, FEWER)
     tx = soap(0.1, weight_decay=0.0, precondition_frequency=2)
-    after, state = run(tx, params, [random_arrays(FEWER, i, scale) for i in range(5)])
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+    after = take_steps(tx, params, [random_tree(i, FEWER, scale=scale) for i in range(5)])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.state))
     if scale == 0:
-        assert_close(after, params, 0)
-    q = state.inner_states["matrix"].inner_state[0].row_basis["square"]
+        assert_close(after.params[-1], params)
+    q = after.state.inner_states["matrix"].inner_state[0].row_basis["square"]
     np.testing.assert_allclose(q.T @ q, np.eye(6), atol=1e-5)
 
 
@@ -249,7 +162,7 @@ def test_decay_mask_and_schedules():
         vector_learning_rate_scale=0.5,
         vector_weight_decay=0.2,
     )
-    after, _ = run(tx, params, [zeros] * 3)
+    after = take_steps(tx, params, [zeros] * 3).params[-1]
     np.testing.assert_allclose(after["a"], (1 - 0.1 / 2 * 0.5) * (1 - 0.1 / 3 * 1.0), rtol=1e-6)
     np.testing.assert_array_equal(after["b"], 1)
     np.testing.assert_allclose(after["c"], 0.99 * 0.995 * (1 - 0.02 / 6), rtol=1e-6)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from gpt2_matrices import AXES, make_mesh
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from test_soap import random_arrays, run
+from trees import put, random_tree, take_steps
 
 from maxmars.optim import MatrixSpec, scale_by_soap, soap, soap_shardings
 
@@ -39,13 +39,10 @@ def run_on_mesh(mesh, steps=4):
         mesh=mesh,
         vector_weight_decay=0.1,
     )
-    layout = mesh and {name: NamedSharding(mesh, PARTITIONS[name]) for name in MESH_SHAPES}
-    put = (lambda tree: tree) if mesh is None else lambda tree: jax.device_put(tree, layout)
-    trees = [
-        {name: x.astype("float64") for name, x in random_arrays(MESH_SHAPES, i).items()}
-        for i in range(steps + 1)
-    ]
-    return run(tx, trees[0], trees[1:], put)
+    trees = (random_tree(i, MESH_SHAPES, dtype="float64") for i in range(steps + 1))
+    params, *gradients = (put(tree, mesh, PARTITIONS) for tree in trees)
+    after = take_steps(tx, params, gradients)
+    return after.params[-1], after.state
 
 
 def test_a_mesh_changes_nothing(x64):
@@ -84,8 +81,7 @@ def check_shardings(state, shardings):
 
 def lone_leaf(name, mesh):
     """A parameter in its partition, and the optimizer of it alone."""
-    x = random_arrays(MESH_SHAPES)[name]
-    x = jax.device_put(x, NamedSharding(mesh, PARTITIONS[name]))
+    x = put(random_tree(0, MESH_SHAPES), mesh, PARTITIONS)[name]
     return x, scale_by_soap(matrix_specs=SPECS[name], mesh=mesh, max_precondition_dim=LIMIT)
 
 
