@@ -1,7 +1,9 @@
-"""All processes of a run agree before its first step: one config, one code, one set of versions.
+"""Agreement of all processes of a run, before its first step, on config, code and versions.
 
-Processes that differ would train to the end without a word: each computes its part of the same
-arrays by its own program. Data are compared where they are opened, see `data.batches.open_data`.
+JAX does not compare programs: processes that differ would compute parts of the same arrays by
+different programs, and train to the end without an error. So all exchange a hash of such facts, and
+the facts themselves only where hashes differ, to name what does. Data are compared where they are
+opened, see `data.batches.open_data`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from maxmars.distributed import processes
 from maxmars.train.init_from import InitFrom
 
 _PATHS = ("path", "hellaswag_path", "file")  # hosts may keep the same files at different places
-_MOST_NAMED = 4
+_MAX_NAMED = 4  # differing facts in an error
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable")
 
 
@@ -29,14 +31,14 @@ def check_agreement(
     init_from: InitFrom | None,
     resume_overrides: Sequence[str],
 ) -> None:
-    """Compare what decides the steps of a run between its processes, which must all call.
+    """Compare between processes all facts that decide the steps of a run; all processes must call.
 
-    These are the config and the command line but for paths, the text of maxmars and of the user's
-    own files that the config names, the versions of the libraries, and the settings of JAX that
-    change a program.
+    The facts are config and command line, paths excepted; the text of maxmars and of the user's own
+    files that the config names; versions of libraries; and JAX's settings that change programs.
 
     Raises:
-      ValueError: two processes differ; every process raises, and names process, field and values.
+      ValueError: two processes differ. Every process raises; the error names process, field and
+        values.
     """
     if jax.process_count() == 1:
         return
@@ -45,15 +47,15 @@ def check_agreement(
     if processes.first_mismatch(hashlib.sha256(text.encode()).hexdigest()) is None:
         return
     differing = processes.first_mismatch(text)
-    assert differing is not None  # other digests are of other texts
-    process, other, first = differing[0], *map(json.loads, differing[1:])
-    names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-    told = [f"{n} is {other.get(n)} and not {first.get(n)}" for n in names[:_MOST_NAMED]]
-    if len(names) > _MOST_NAMED:
-        told.append(f"and {len(names) - _MOST_NAMED} more")
+    assert differing is not None  # different hashes have different texts
+    process, other, primary = differing[0], *map(json.loads, differing[1:])
+    names = [name for name in {**primary, **other} if primary.get(name) != other.get(name)]
+    differences = [f"{n} is {other.get(n)} and not {primary.get(n)}" for n in names[:_MAX_NAMED]]
+    if len(names) > _MAX_NAMED:
+        differences.append(f"and {len(names) - _MAX_NAMED} more")
     raise ValueError(
-        f"process {process} would train another run than process 0: {', '.join(told)}; start all "
-        "processes with the same command, files and installation."
+        f"process {process} would train another run than process 0: {', '.join(differences)}; "
+        "start all processes with the same command, files and installation."
     )
 
 
@@ -61,7 +63,7 @@ def _facts(
     config: TrainConfig, init_from: InitFrom | None, resume_overrides: Sequence[str]
 ) -> dict[str, Any]:
     facts: dict[str, Any] = dict(_leaves(to_dict(config)))
-    facts["--init-from"] = "absent" if init_from is None else "given"
+    facts["--init-from"] = "absent" if init_from is None else "given"  # its path may differ
     facts["--init-optimizer-state"] = init_from is not None and init_from.optimizer_state
     facts["--resume-overrides"] = ",".join(sorted(resume_overrides)) or None
     facts["the text of maxmars"] = package_digest()
@@ -71,9 +73,9 @@ def _facts(
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted names and values of the result of `to_dict`, without paths."""
-    last = name.rpartition(".")[2]
-    if last in _PATHS:
+    """Dotted names and values in a result of `to_dict`, paths excepted."""
+    field = name.rpartition(".")[2]
+    if field in _PATHS:
         return
     if isinstance(value, dict | list) and value:
         items = value.items() if isinstance(value, dict) else enumerate(value)

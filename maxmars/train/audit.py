@@ -1,9 +1,10 @@
-"""Check by its journal that a run is one trajectory: what is in its workdir was computed in order.
+"""`maxmars audit`: check that a run is one trajectory, each state computed from the one before.
 
-The journal (see `checkpoint/journal.py`) must be whole, each line after the one above it. Its
-trajectory leads from the first step to the newest checkpoint. Each checkpoint that is still there
-must be one of it, and hold the arrays that its line names. `--replay` computes some steps again.
-Whether the metrics are as they were recorded is said beside the verdict: no step depends on them.
+The journal (see `checkpoint/journal.py`) must be whole, with a trajectory from the first step to
+the newest checkpoint. Each remaining checkpoint must have a line in the trajectory, and arrays that
+agree with the digests. The hash chain shows changed lines, not a journal that was forged as a
+whole: for that `--replay` computes steps again. The state of the metrics is reported beside the
+verdict, as no step depends on it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import jax
 
-from maxmars.checkpoint import find, list_steps, load, read
+from maxmars.checkpoint import list_steps, load, read
 from maxmars.checkpoint.digest import combine, digest
 from maxmars.checkpoint.environment import changes_since
 from maxmars.checkpoint.journal import (
@@ -46,7 +47,7 @@ from maxmars.config import (
 )
 from maxmars.config.errors import about
 from maxmars.data.verification import hashed_by, verify_split
-from maxmars.distributed.files import read_json, resolve
+from maxmars.distributed.files import read_json
 from maxmars.distributed.recorded_code import recorded_code
 from maxmars.distributed.sharding import training_mesh
 from maxmars.distributed.workdir import (
@@ -60,7 +61,7 @@ from maxmars.train.auto import with_remat
 from maxmars.train.metrics import read_metrics, validation_losses
 from maxmars.train.resolve import Recorded, resolve_config
 from maxmars.train.resume import fixed_schedule, rounding_changes, rounding_of
-from maxmars.train.rewind import rewinds_in_words
+from maxmars.train.rewind import find_run, rewinds_in_words
 from maxmars.train.step import saved_state
 from maxmars.train.training import open_training
 
@@ -71,27 +72,27 @@ class Audit:
 
     workdir: str
     last_step: int
-    """Of the newest checkpoint."""
+    """Step of the newest checkpoint."""
     lines: int
-    """Of the journal, that the trajectory consists of."""
+    """Number of the journal's lines in the trajectory."""
     sessions: int
-    """That the trajectory consists of."""
+    """Number of sessions in the trajectory."""
     changes: list[str]
-    """What changed on the way that may change the rounding, and at which step."""
+    """Changes between sessions that may change the rounding, with their steps."""
     config_changes: list[str]
-    """Which fields of the config changed, and at which step."""
+    """Changes of config fields, with their steps."""
     rewinds: list[str]
-    """How it was rewound: to a checkpoint, past examples."""
+    """Rewinds in the trajectory, in words."""
     problems: list[str]
-    """Where the run is not one trajectory; empty if it is."""
+    """Reasons why the run is not one trajectory; empty if it is."""
     code: list[str]
-    """Own functions that do not run any more, as the run has not kept their files as recorded."""
+    """Reasons why own functions cannot run: their copies in `sources/` are not as recorded."""
     metrics: str | None
     """`as recorded`, or `changed since step N`; None where the journal is not whole."""
     uncovered_metrics: int
-    """Lines of metrics after the newest checkpoint, which nothing vouches for."""
+    """Number of lines of metrics after the newest checkpoint, of which the journal has no hash."""
     replayed: str | None
-    """The steps that were computed again, in words."""
+    """Result of `replay`, in words; None without one."""
 
     @property
     def verdict(self) -> str:
@@ -102,7 +103,7 @@ class Audit:
 
     @property
     def text(self) -> str:
-        """The result, in lines for people."""
+        """The result as lines of text."""
         lines = [f"{self.workdir}: {self.verdict}"]
         lines[0] += f", steps 0 to {self.last_step}"
         lines[0] += f" (sessions: {self.sessions}, lines of its journal: {self.lines})"
@@ -132,22 +133,20 @@ def audit(
 
     Args:
       workdir: directory of the run, or of its checkpoints, on a disk or `gs://`.
-      replay: compute so many steps again from a checkpoint, on this machine, and compare the
-        digests; the run must have saved the step where they end.
+      replay: number of steps to compute again on this machine, from a checkpoint (or the seed) to
+        a saved step, whose digest is compared.
       compare_arrays: read the arrays of every checkpoint and compare them with their digests.
-        Without it a second or two are enough, and what the checkpoints say of themselves counts.
-      log: gets a line for what takes a while.
+        Without this an audit takes a second or two, and trusts the digests in the checkpoints.
+      log: gets a line before each long task.
 
     Raises:
       FileNotFoundError: there is no run.
-      ValueError: no checkpoint can be read, or compared without 64-bit JAX; or no `replay` steps
-        can be computed again, for example as `recorded_code` refuses the code that made them.
+      ValueError: no checkpoint can be read; arrays of 64 bits need 64-bit JAX; or no `replay` steps
+        can be computed again, for example because `recorded_code` refuses the run's own code.
     """
-    directory = resolve(workdir)
-    checkpoints, named = find(directory) or (None, None)
-    if checkpoints is None or named is not None:
-        raise FileNotFoundError(f"{directory} is not the directory of a run with checkpoints.")
-    directory = checkpoints.parent  # of the run, also where its checkpoints were named
+    checkpoints = find_run(workdir)
+    directory = checkpoints.parent
+    # Listed before the newest is read: a run may save, and delete, while it is audited.
     steps = list_steps(checkpoints)
     newest = read(checkpoints)
     config = newest.config
@@ -172,26 +171,26 @@ def audit(
     rows = read_metrics(directory)
     since = metrics_changed_since(rows, lines, newest.journal)
     metrics = "as recorded" if since is None else f"changed since step {since}"
-    chosen = None if replay is None or problems else _range_to_replay(steps, chain, replay)
+    to_replay = None if replay is None or problems else _choose_replay(steps, chain, replay)
 
-    def kept() -> set[int]:
+    def retained() -> set[int]:
         now = list_steps(checkpoints)
         if since is not None and config.checkpoint.keep_best is not None:
-            return set(now)  # the changed losses do not say which one was the best
+            return set(now)  # the best one does not follow from changed losses
         losses = validation_losses(read_metrics(directory), config.checkpoint.keep_best_of)
         return Retention(config.checkpoint, losses).choose(now)
 
-    problems += _check_checkpoints(checkpoints, steps, kept, chain, log, arrays=compare_arrays)
+    problems += _check_checkpoints(checkpoints, steps, retained, chain, log, arrays=compare_arrays)
     replayed = None
-    if chosen is not None and not problems:
-        replayed, problem = _replay(checkpoints, chain, *chosen, log)
+    if to_replay is not None and not problems:
+        replayed, problem = _replay(checkpoints, chain, *to_replay, log)
         problems += [problem] if problem else []
     return Audit(
         workdir=str(directory),
         last_step=newest.step,
         lines=len(chain),
         sessions=len(session_starts(chain)),
-        changes=_changes(session_starts(chain)),
+        changes=_changes_of_rounding(session_starts(chain)),
         config_changes=[f"at step {s}: {text}" for s, text in changes_of_config(chain).items()],
         rewinds=rewinds_in_words(chain),
         problems=problems,
@@ -203,7 +202,7 @@ def audit(
 
 
 def _unrecorded_code(run: Any, config: Any) -> Iterator[str]:
-    """What the rule of `recorded_code` refuses of a run's own functions, a line for each part."""
+    """Errors of `recorded_code` for a run's own functions, one for each part of the config."""
     for folder, part in KEPT_SOURCES.items():
         try:
             recorded_code(getattr(config, part, ()), run, folder)
@@ -212,23 +211,23 @@ def _unrecorded_code(run: Any, config: Any) -> Iterator[str]:
 
 
 def _without_evaluations(config: TrainConfig) -> TrainConfig:
-    """What decides the steps of a run: evaluations may change, and run no code of an audit."""
-    # Which need evaluations.
-    kept = dataclasses.replace(config.checkpoint, keep_best=None, keep_best_of=None)
-    return dataclasses.replace(config, eval=EvalConfig(every=None), checkpoint=kept)
+    """The config without evaluations, which change no step and should run no code in an audit."""
+    # `keep_best` chooses by evaluations, and a config with it alone is refused.
+    checkpoint = dataclasses.replace(config.checkpoint, keep_best=None, keep_best_of=None)
+    return dataclasses.replace(config, eval=EvalConfig(every=None), checkpoint=checkpoint)
 
 
 def _check_links(chain: Sequence[Began | Saved | Rewound]) -> list[str]:
-    """Each line goes on from the state, and the data, of the one before."""
+    """Check that each line continues from the state and the data position of the line before."""
     problems, batch_size = [], 0
     for before, after in zip([None, *chain], chain, strict=False):
         if isinstance(after, Saved):
             if before is None:
                 continue
-            taken = after.position - before.position
-            if taken != (after.step - before.step) * batch_size:
+            num_read = after.position - before.position
+            if num_read != (after.step - before.step) * batch_size:
                 problems.append(
-                    f"{taken} examples were read between steps {before.step} and {after.step}"
+                    f"{num_read} examples were read between steps {before.step} and {after.step}"
                 )
             continue
         what, skipped = f"the session that began at step {after.step}", 0
@@ -236,7 +235,7 @@ def _check_links(chain: Sequence[Began | Saved | Rewound]) -> list[str]:
             what, skipped = f"the run that was rewound to step {after.step}", after.skip_examples
         else:
             batch_size = after.config["global_batch_size"]
-        if before is None and not after.step:
+        if before is None and not after.step:  # a new run begins
             continue
         if before is None or (before.step, before.digest) != (after.step, after.digest):
             problems.append(f"{what} had another state")
@@ -251,19 +250,19 @@ def _check_links(chain: Sequence[Began | Saved | Rewound]) -> list[str]:
 def _check_checkpoints(
     directory: Any,
     steps: Sequence[int],
-    kept: Callable[[], set[int]],
+    retained: Callable[[], set[int]],
     chain: Sequence[Line],
     log: Callable[[str], None],
     *,
     arrays: bool,
 ) -> list[str]:
-    """Each checkpoint is one that the trajectory names, with the arrays of its digests; one that
-    is not among those `kept` may be damaged, or gone."""
-    problems, saved = [], {line.hash for line in chain if isinstance(line, Saved)}
+    """Check that each checkpoint has a line in the trajectory and, with `arrays`, arrays that agree
+    with the digests. Damage is a problem only in checkpoints that the run retains."""
+    problems, saved_hashes = [], {line.hash for line in chain if isinstance(line, Saved)}
     for step in steps:
         try:
             checkpoint = read(directory, step)
-            if checkpoint.journal not in saved:
+            if checkpoint.journal not in saved_hashes:
                 problems.append(
                     f"the checkpoint of step {step} is not of this run: {JOURNAL} does not lead "
                     "to it"
@@ -272,124 +271,126 @@ def _check_checkpoints(
                 log(f"checkpoint {step}: comparing the arrays with their digests")
                 check_arrays(checkpoint)
         except (FileNotFoundError, ValueError, DamagedError) as error:
-            # A kill may have come while a checkpoint was deleted that the run does not keep, or the
-            # run goes on and deletes it now.
-            if step in kept():
+            # Deletion of a checkpoint that is not retained may be under way, or was cut by a kill.
+            # The run may be training, so `retained` looks anew.
+            if step in retained():
                 problems.append(f"the checkpoint of step {step} is damaged: {error}")
             else:
                 log(f"checkpoint {step} is not whole: the run was to delete it")
     return problems
 
 
-def _changes(began: Sequence[Began]) -> list[str]:
-    """What changed from session to session that may change the rounding, by step."""
+def _changes_of_rounding(sessions: Sequence[Began]) -> list[str]:
+    """Changes between sessions that may change the rounding, in words, with their steps."""
     changes = []
-    for before, after in itertools.pairwise(began):
+    for before, after in itertools.pairwise(sessions):
         earlier, now = before.environment, after.environment
         differing = changes_since(earlier, now)
         for name in ("mesh", "device_kinds", "num_devices", "num_processes"):
             if earlier.get(name) != now.get(name):
                 differing.append(f"{name} {earlier.get(name)} -> {now.get(name)}")
         roundings = [
-            {"global_batch_size": config.global_batch_size, **rounding_of(config, here["platform"])}
-            for config, here in ((before.train_config(), earlier), (after.train_config(), now))
+            {"global_batch_size": config.global_batch_size, **rounding_of(config, env["platform"])}
+            for config, env in ((before.train_config(), earlier), (after.train_config(), now))
         ]
         differing += rounding_changes(*roundings)
         changes += [f"at step {after.step}: {', '.join(differing)}"] if differing else []
     return changes
 
 
-def _range_to_replay(
+def _choose_replay(
     steps: Sequence[int], chain: Sequence[Line], count: int
 ) -> tuple[int, int, Began]:
-    """The last `count` steps that can be computed again, as the steps before the first and of the
-    last of them, and the session that made them.
+    """Choose the newest `count` steps that can be computed again by one config.
+
+    Returns:
+      The step to start from, the last step, and the session whose config made the steps.
 
     Raises:
-      ValueError: there are none.
+      ValueError: there are no such steps.
     """
-    saved = {line.step for line in chain if isinstance(line, Saved)}
-    # The state of step 0 is made anew, if it was made from the seed.
+    saved_steps = {line.step for line in chain if isinstance(line, Saved)}
+    # No checkpoint of step 0 is needed for a run whose first state follows from the seed.
     began = chain[0]
     is_from_seed = isinstance(began, Began) and began.step == 0 and began.init_from is None
     starts = sorted({*steps, *([0] if is_from_seed else [])})
-    ranges = [(first, first + count) for first in reversed(starts) if first + count in saved]
+    ranges = [(start, start + count) for start in reversed(starts) if start + count in saved_steps]
     if not ranges:
-        known = sorted({last - first for first in starts for last in saved if last > first})
+        counts = sorted({end - start for start in starts for end in saved_steps if end > start})
         raise ValueError(
             f"--replay {count}: nothing that is still there is {count} steps before a saved step; "
-            f"take one of {', '.join(map(str, known))}."
+            f"take one of {', '.join(map(str, counts))}."
         )
-    made = [(first, last, _makers(chain, first, last)) for first, last in ranges]
-    first, last, makers = next((some for some in made if len(some[2]) == 1), made[0])
-    began, *others = makers
-    if others:
-        when = " or ".join(str(other.step) for other in others)
-        raise ValueError(
-            f"--replay {count}: config or code changed on the way, or the run was rewound, at step "
-            f"{when}; take another K."
-        )
-    return first, last, began
+    for start, end in ranges:
+        if len(sessions := _sessions_of_steps(chain, start, end)) == 1:
+            return start, end, sessions[0]
+    _, *others = _sessions_of_steps(chain, *ranges[0])
+    when = " or ".join(str(other.step) for other in others)
+    raise ValueError(
+        f"--replay {count}: config or code changed on the way, or the run was rewound, at step "
+        f"{when}; take another K."
+    )
 
 
 def _replay(
     directory: Any,
     chain: Sequence[Line],
-    first: int,
-    last: int,
+    start: int,
+    end: int,
     began: Began,
     log: Callable[[str], None],
 ) -> tuple[str | None, str | None]:
-    """Compute steps again; what was done, and what came out wrong."""
-    saved = {line.step: line.digest for line in chain if isinstance(line, Saved)}
-    sessions = 1 + sum(first < began.step < last for began in session_starts(chain))
-    steps = f"steps {first + 1} to {last}" + f" (of {sessions} sessions)" * (sessions > 1)
+    """Compute steps again; return the result and the problem, in words, one of which is None."""
+    saved_digests = {line.step: line.digest for line in chain if isinstance(line, Saved)}
+    sessions = 1 + sum(start < began.step < end for began in session_starts(chain))
+    steps = f"steps {start + 1} to {end}" + f" (of {sessions} sessions)" * (sessions > 1)
     config = _without_evaluations(began.train_config())
-    with about(f"--replay {last - first}, steps {first + 1} to {last}"):
+    with about(f"--replay {end - start}, steps {start + 1} to {end}"):
         parts = {
             part: recorded_code(getattr(config, part), directory.parent, folder)
             for folder, part in KEPT_SOURCES.items()
         }
     config = dataclasses.replace(config, **parts)
-    log(f"computing steps {first + 1} to {last} again")
-    computed = _digest_after(directory, chain, began, config, first, last, log)
-    if computed == saved[last]:
+    log(f"computing steps {start + 1} to {end} again")
+    computed = _digest_after(directory, chain, began, config, start, end, log)
+    if computed == saved_digests[end]:
         return f"{steps}, computed again: the same digest", None
     return None, (
         f"{steps}, computed again on {jax.device_count()} x {jax.devices()[0].device_kind}, end "
-        f"with the digest {computed[:16]}, not {saved[last][:16]}"
+        f"with the digest {computed[:16]}, not {saved_digests[end][:16]}"
     )
 
 
-def _makers(chain: Sequence[Line], first: int, last: int) -> list[Began]:
-    """The sessions that made the steps after `first` up to `last`. Sessions with equal training
-    configs count once."""
+def _sessions_of_steps(chain: Sequence[Line], start: int, end: int) -> list[Began]:
+    """The sessions that made the steps after `start` up to `end`. Successive sessions count once if
+    their configs make the same steps."""
 
-    def of_steps(began: Began) -> TrainConfig:
+    def config_of_steps(began: Began) -> TrainConfig:
         config = _without_evaluations(began.train_config())
         return dataclasses.replace(
             config,
-            num_steps=last,
+            num_steps=end,
             schedule=fixed_schedule(config),
             checkpoint=CheckpointConfig(every=None),
             log=LogConfig(),
         )
 
-    makers: list[Began] = []
+    sessions: list[Began] = []
     for before, line in zip([None, *chain], chain, strict=False):
         if not isinstance(line, Began):
             continue
-        if line.step <= first:
-            makers = [line]
-        elif line.step < last and (
-            _changes_data_or_state(before) or differences(of_steps(makers[-1]), of_steps(line))
+        if line.step <= start:
+            sessions = [line]  # the last session at or before `start` made the first step
+        elif line.step < end and (
+            _changes_data_or_state(before)
+            or differences(config_of_steps(sessions[-1]), config_of_steps(line))
         ):
-            makers.append(line)
-    return makers
+            sessions.append(line)
+    return sessions
 
 
 def _changes_data_or_state(line: Line | None) -> bool:
-    """Whether it is a rewind after which the steps are others than before."""
+    """Whether a line is a rewind that skips examples or resets the optimizer's state."""
     return isinstance(line, Rewound) and (line.skip_examples > 0 or line.new_optimizer_state)
 
 
@@ -398,13 +399,15 @@ def _digest_after(
     chain: Sequence[Line],
     began: Began,
     config: TrainConfig,
-    first: int,
-    last: int,
+    start: int,
+    end: int,
     log: Callable[[str], None],
 ) -> str:
-    """Restore the state of step `first`, make the steps up to `last`, and digest the state."""
+    """Restore the state of step `start`, make the steps up to `end`, and return the digest of the
+    state."""
     mesh = training_mesh(config.mesh, config.model)
-    # What the run chose by itself stays where it ran, and need not fit elsewhere.
+    # Choices of the run are chosen anew, as they may not fit here. On the same hardware
+    # `resolve_config` takes the recorded ones.
     requested = dataclasses.replace(config, num_microbatches=None)
     if "model.remat" in config.asked:
         requested = with_remat(requested, "auto")
@@ -418,19 +421,19 @@ def _digest_after(
     if config.data.verify:
         log("comparing the tokens with their checksums")
         verify_split(training.data.files, "train", hashed_by(directory.parent))
-    if first in list_steps(directory):  # as is step 0 of a run from other weights
-        rewinds = (line for line in chain if isinstance(line, Rewound) and line.step == first)
+    if start in list_steps(directory):  # with `--init-from`, step 0 too has a checkpoint
+        rewinds = (line for line in chain if isinstance(line, Rewound) and line.step == start)
         rewound = next(rewinds, None)
         _, state, position = training.restore(
-            lambda stored: load(directory, stored(read(directory, first)), first),
+            lambda stored: load(directory, stored(read(directory, start)), start),
             skip_examples=0 if rewound is None else rewound.skip_examples,
             new_optimizer_state=rewound is not None and rewound.new_optimizer_state,
         )
     else:
         state, position = training.new_state(), 0
     with contextlib.closing(training.batches(position)) as batches:
-        for _ in range(first, last):
+        for _ in range(start, end):
             state, metrics = training.step(state, next(batches))
-            # With many steps under way at once, threads of XLA's CPU devices starve each other.
+            # Wait: with many steps in flight, threads of XLA's CPU devices starve each other.
             jax.block_until_ready(metrics)
     return combine(digest(saved_state(training.step, state)))

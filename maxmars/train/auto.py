@@ -1,11 +1,10 @@
-"""What a run chooses by itself: `model.compute_dtype` and `model.remat`, where they are `auto`, and
-`num_microbatches`, where it is None; and a warning of a mesh that slows the run down. `resolve.py`
-makes the choices by these rules.
+"""Rules for what a run chooses by itself: `model.compute_dtype` and `model.remat` where a config
+says `auto`, `num_microbatches` where it says None. `resolve.py` applies them.
 
-Each choice follows from a rule: nothing is compiled or measured, so that a start compiles the train
-step once, and all processes choose the same. `maxmars plan --remat all` compiles the step under
-every policy of rematerialisation, to see what the rule is worth. The policies give the same loss
-and gradients but for rounding.
+Rules compile and measure nothing: a start compiles the train step once, and all processes choose
+the same. Memory is estimated by arithmetic (`make_estimate`). `maxmars plan --remat all` compiles
+the step under every policy of rematerialisation, to compare the rule with. Policies give the same
+loss and gradients up to rounding. The file also warns of a mesh that slows a run down.
 """
 
 from __future__ import annotations
@@ -37,23 +36,25 @@ ComputeDtype = Literal["auto", "bfloat16", "float32", "float64"]
 
 Remat = str | None
 Estimate = Callable[[TrainConfig], int]
-"""Bytes that a step needs on one device; see `make_estimate`."""
+"""Function from a config to the bytes of a step on one device; see `make_estimate`."""
 USABLE = 0.95
-"""Share of a device's memory that a step may take; the rest is for batches that are read ahead."""
+"""Share of a device's memory that a step may take; the rest is for prefetched batches."""
 
-# Vectors of embed_dim numbers: that each layer keeps of a token, and that the layer at work takes.
-_VECTORS_KEPT = {"full": 1, "attention": 9, "dots": 11, None: 36}
-_VECTORS_KEPT_BY_GPUS = 18  # under None: 16.3 in GPT-2 small and 16.7 in XL, on an H200
-_VECTORS_AT_WORK = 30
+# Activations of a token in vectors of embed_dim numbers: those that each layer saves for the
+# backward pass, by policy, and those of the layer that is being computed.
+_SAVED_ACTIVATIONS = {"full": 1, "attention": 9, "dots": 11, None: 36}
+_SAVED_ON_GPUS = 18  # under None: 16.3 in GPT-2 small and 16.7 in XL, on an H200
+_LIVE_ACTIVATIONS = 30
 
-_LEAST_WIDTH_KEPT = 1600  # XL's; by the clock attention is slower at 768, faster at 1600
+# XL's: by the clock of `plan` the policy `attention` is slower than `full` at 768, faster at 1600.
+_MIN_WIDTH_FOR_ATTENTION = 1600
 
 
 def choose_precision(
     config: TrainConfig, mesh: Mesh, log: Callable[[str], None] = lambda _: None
 ) -> TrainConfig:
-    """The config with `model.compute_dtype` chosen, if it is `auto`: bfloat16 on accelerators,
-    float32 on CPUs. `log` gets the choice in one line."""
+    """Choose `model.compute_dtype`, if it is `auto`: bfloat16 on accelerators, float32 on CPUs.
+    `log` gets the choice in one line."""
     if not isinstance(config.model, GPT2Config) or config.model.compute_dtype != "auto":
         return config
     platform = mesh.devices.flat[0].platform
@@ -63,45 +64,45 @@ def choose_precision(
 
 
 def auto_dtype(platform: str) -> Literal["bfloat16", "float32"]:
-    """The type of matrix products for `auto` on a platform (`jax.Device.platform`)."""
-    # CPUs with AVX512_BF16 are faster in bfloat16, but numbers are to be close on all CPUs.
+    """The dtype of matrix products for `auto` on a platform (`jax.Device.platform`)."""
+    # CPUs with AVX512_BF16 are faster in bfloat16, but results should agree between CPUs.
     return "float32" if platform == "cpu" else "bfloat16"
 
 
 def with_compute_dtype(config: TrainConfig, dtype: ComputeDtype) -> TrainConfig:
-    """The config with this type of matrix products."""
+    """The config with this dtype of matrix products."""
     assert isinstance(config.model, GPT2Config)
     return dataclasses.replace(config, model=dataclasses.replace(config.model, compute_dtype=dtype))
 
 
 def device_memory_bytes(device: jax.Device) -> int | None:
-    """Memory of a device that programs may use; None where it is not known, as of a CPU."""
+    """Memory of a device that programs may use; None where unknown, as for CPUs."""
     if device.platform == "cpu":
         return None
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
 def check_memory(config: TrainConfig, mesh: Mesh, state: TrainState) -> None:
-    """Check that the state of a run alone, and its batches alone, do not exceed the memory; the
-    step needs more.
+    """Check that the state alone, and the batches alone, fit into a device's memory. XLA would
+    abort the process instead, or report the error after minutes.
 
     Args:
       config: what to train.
-      mesh: its devices.
-      state: its abstract state.
+      mesh: devices of the run.
+      state: abstract state of the run.
 
     Raises:
-      ValueError: they do. XLA's own error would be an abort of the process, or come after minutes.
+      ValueError: state or batches exceed the memory.
     """
     model, way_out = config.model, "take a smaller model, or divide it over more devices with "
     way_out += "mesh.fsdp. `maxmars plan` says what fits"
     needs = [("parameters and optimizer state need", sharding.bytes_on_chip(state), way_out)]
     width = model.embed_dim if isinstance(model, GPT2Config) else 0
-    for name, rows, of_token in (
-        ("global_batch_size", config.global_batch_size, 4),  # its id
-        ("eval.batch_size", config.eval.batch_size or 0, 4 + 2 * width),  # and its hidden state
+    for name, rows, token_bytes in (
+        ("global_batch_size", config.global_batch_size, 4),  # ids
+        ("eval.batch_size", config.eval.batch_size or 0, 4 + 2 * width),  # ids and hidden states
     ):
-        size = rows // sharding.batch_shards(mesh) * model.max_seq_len * of_token
+        size = rows // sharding.batch_shards(mesh) * model.max_seq_len * token_bytes
         needs.append((f"the batches of {name}={rows} need", size, f"lower {name}"))
     device = mesh.local_devices[0]
     limit, where = device_memory_bytes(device), f"a {device.device_kind} has"
@@ -115,8 +116,8 @@ def check_memory(config: TrainConfig, mesh: Mesh, state: TrainState) -> None:
 
 
 def memory_bytes_of(mesh: Mesh) -> int | None:
-    """Memory of one device that a step may count on, the same in all processes; None where it is
-    not known. Devices of a CPU share half of the machine's."""
+    """The least memory of a device over all processes, which must all call; None where unknown. The
+    devices of a CPU share half of the machine's memory."""
     device, count = mesh.local_devices[0], len(mesh.local_devices)
     limit = device_memory_bytes(device)
     if device.platform == "cpu":
@@ -132,14 +133,14 @@ def choose_memory(
     memory_bytes: int | None,
     log: Callable[[str], None],
 ) -> TrainConfig:
-    """The config with `model.remat` chosen, if it is `auto`, and `num_microbatches`, if it is None:
-    of `remat_rule` the first policy that fits by the estimate, and the fewest microbatches.
+    """Choose `model.remat`, if it is `auto`, and `num_microbatches`, if it is None: the first of
+    `remat_rule`'s policies that fits by the estimate, with the fewest microbatches.
 
     Args:
-      config: what to train; it fits the mesh, and `model.compute_dtype` is chosen.
-      parameters: of its model, on its devices.
-      estimate: see `make_estimate`; without one, what is chosen first is taken to fit.
-      memory_bytes: memory of a device; None, which is not known, holds everything.
+      config: what to train; it fits the mesh, and `model.compute_dtype` is not `auto`.
+      parameters: parameters of the model, on the mesh.
+      estimate: see `make_estimate`; without one, everything fits.
+      memory_bytes: memory of a device; None: unknown, everything fits.
       log: gets each choice and its reason, in one line, unless it is one microbatch.
     """
     policies, counts = [config.model.remat], [config.num_microbatches]
@@ -151,17 +152,19 @@ def choose_memory(
             config.global_batch_size, sharding.batch_shards(parameters.mesh)
         )
     usable = math.inf if memory_bytes is None else int(USABLE * memory_bytes)
-    needed, chosen = 0, config
+    step_bytes, chosen = 0, config
     choices = list(itertools.product(policies, counts))
-    if platform == "tpu":  # each microbatch gathers all parameters: the fewest come first
+    if platform == "tpu":
+        # Under fsdp each microbatch gathers all parameters, which costs more than another policy:
+        # every policy is tried with one microbatch, then with two.
         choices.sort(key=lambda choice: choice[1] or 1)
     for remat, count in choices:
         chosen = dataclasses.replace(with_remat(config, remat), num_microbatches=count)
-        needed = 0 if estimate is None else estimate(chosen)
-        if needed <= usable:
+        step_bytes = 0 if estimate is None else estimate(chosen)
+        if step_bytes <= usable:
             break
-    about = f"a step needs about {needed / 1e9:.3f} of {usable / 1e9:.3f} GB a device"
-    fits = needed <= usable
+    about = f"a step needs about {step_bytes / 1e9:.3f} of {usable / 1e9:.3f} GB a device"
+    fits = step_bytes <= usable
     if config.model.remat == "auto":
         log(f"model.remat=auto: {chosen.model.remat}, by the rule for {platform}")
     if config.num_microbatches is None and chosen.microbatches > 1:
@@ -171,26 +174,27 @@ def choose_memory(
 
 
 def remat_rule(parameters: Parameters, platform: str) -> Sequence[Remat]:
-    """The policies that `model.remat=auto` chooses from on a platform: the first that fits.
+    """The policies for `model.remat=auto` on a platform, in order of preference.
 
-    By the clock, a TPU computes a narrow block again sooner than it writes and reads what it would
-    keep; from XL's width on, attention and its inputs are worth keeping, but no further microbatch.
-    A GPU computes as little again as fits. See plan/README.md. A CPU computes nothing again.
+    A TPU recomputes a narrow block faster than it writes and reads the saved activations, by the
+    clock of `plan`. From XL's width on, saving attention and its inputs is faster, unless it takes
+    more microbatches. A GPU recomputes as little as its memory allows, a CPU nothing. See
+    plan/README.md.
     """
     policies, model = parameters.remat_policies, parameters.model
     match platform:
         case "cpu":
             return policies[:1]
         case "tpu":
-            is_wide = isinstance(model, GPT2Config) and model.embed_dim >= _LEAST_WIDTH_KEPT
+            is_wide = isinstance(model, GPT2Config) and model.embed_dim >= _MIN_WIDTH_FOR_ATTENTION
             return ("attention", "full") if is_wide else policies[-1:]
         case _:
             return policies
 
 
 def less_memory(config: TrainConfig, parameters: Parameters) -> list[str]:
-    """The words of a command line for a step of less memory: the next policy of rematerialisation
-    or, after the last, the next number of microbatches; none where both are at their ends."""
+    """Command-line options for a step of less memory: the next policy of rematerialisation; after
+    the last policy, the next number of microbatches; empty if there is neither."""
     policies = parameters.remat_policies
     if (remat := config.model.remat) in policies[:-1]:
         return ["--model.remat", str(policies[policies.index(remat) + 1])]
@@ -201,14 +205,14 @@ def less_memory(config: TrainConfig, parameters: Parameters) -> list[str]:
 
 
 def less_memory_hint(config: TrainConfig, parameters: Parameters) -> str:
-    """What to do about a step that does not fit, in words."""
-    words = " ".join(less_memory(config, parameters))
-    return f"{f'add {words}, or ' if words else ''}divide it over more devices with mesh.fsdp"
+    """Advice for a step out of memory, in words."""
+    options = " ".join(less_memory(config, parameters))
+    return f"{f'add {options}, or ' if options else ''}divide it over more devices with mesh.fsdp"
 
 
 @contextlib.contextmanager
 def noting_less_memory(step: TrainStep) -> Iterator[None]:
-    """Add to XLA's error of a step out of memory what to try, as a note that the command prints."""
+    """Add advice to XLA's out-of-memory errors, as a note, which the command line prints."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -220,44 +224,47 @@ def noting_less_memory(step: TrainStep) -> Iterator[None]:
 def make_estimate(
     config: TrainConfig, parameters: Parameters, state: TrainState
 ) -> Estimate | None:
-    """How much memory a step needs on one device, by arithmetic alone, for any microbatches and
-    policy of this config; None for a module of the user's own, of which nothing is known.
+    """Make a function that estimates the memory of a step on one device, for any microbatches and
+    policy of a config; None for a module of the user's own.
 
-    These are the state and the gradients, exactly; what each layer keeps of a token for the
-    backward pass, in vectors of `embed_dim` numbers; and what the layer at work takes, by compiled
-    programs for TPUs.
+    The estimate is arithmetic: state and gradients, exactly; the activations that each layer saves
+    for the backward pass; and those of one layer at work. The constants for activations come from
+    compiled programs for TPUs.
 
     Args:
-      config: what to train; `model.compute_dtype` is chosen.
-      parameters: of its model, on its devices.
-      state: its abstract state.
+      config: what to train; `model.compute_dtype` is not `auto`.
+      parameters: parameters of the model, on the mesh.
+      state: abstract state of the run.
     """
     model, mesh = config.model, parameters.mesh
     platform = mesh.devices.flat[0].platform
     if not isinstance(model, GPT2Config):
         return None
     shards, tensor = sharding.batch_shards(mesh), mesh.shape["tensor"]
-    held, params = (sharding.bytes_on_chip(tree) for tree in (state, state.params))
+    state_bytes, params_bytes = map(sharding.bytes_on_chip, (state, state.params))
     itemsize = jnp.dtype(model.compute_dtype).itemsize
     tx = make_optimizer(config.optimizer, parameters, config.optimizer.learning_rate)
-    further = len(requests_of(tx))  # gradients that wait for the update beside the usual one
+    further = len(requests_of(tx))  # gradients that the optimizer requests beside the usual one
     is_plain = choose_attention(model, platform).implementation == "plain"
-    table = model.padded_vocab_size * model.embed_dim * (4 + itemsize)  # whole, and its gradient
+    # The token embedding and its gradient, both whole on each device.
+    table = model.padded_vocab_size * model.embed_dim * (4 + itemsize)
 
     def estimate(config: TrainConfig) -> int:
         remat = config.model.remat
-        vectors = _VECTORS_KEPT[remat]
+        vectors = _SAVED_ACTIVATIONS[remat]
         if remat is None and platform in sharding.GPUS:
-            vectors = _VECTORS_KEPT_BY_GPUS
-        gradients = params * ((2 if config.microbatches > 1 else 1) + further)
+            vectors = _SAVED_ON_GPUS
+        # Several microbatches have a sum beside the gradient of the current one.
+        gradients = params_bytes * ((2 if config.microbatches > 1 else 1) + further)
         tokens = config.microbatch_size // shards * model.max_seq_len
         vector = tokens * model.embed_dim * itemsize // tensor
-        # Logits in float32 and probabilities of one layer, of each head with every earlier token.
+        # Plain attention has logits in float32 and probabilities, for each head and pair of tokens.
         square = is_plain * tokens * model.max_seq_len * model.num_heads * (4 + itemsize) // tensor
-        kept = model.num_layers * (vectors * vector + (remat is None) * square)
-        if model.residual_dtype is not None and itemsize < 4:  # each block's input is twice as wide
-            kept += model.num_layers * vector
-        return held + gradients + kept + _VECTORS_AT_WORK * vector + 2 * square + table
+        saved = model.num_layers * (vectors * vector + (remat is None) * square)
+        if model.residual_dtype is not None and itemsize < 4:  # each block's input takes twice that
+            saved += model.num_layers * vector
+        live = _LIVE_ACTIVATIONS * vector + 2 * square
+        return state_bytes + gradients + saved + live + table
 
     return estimate
 
@@ -265,15 +272,15 @@ def make_estimate(
 def slow_network_warning(
     config: TrainConfig, mesh: Mesh, networks: Sequence[int], topology: str, sent: str
 ) -> str | None:
-    """A line about a mesh whose `fsdp` or `tensor` goes over the network between hosts of GPUs;
+    """A warning of a mesh whose `fsdp` or `tensor` crosses the slow network between hosts of GPUs;
     None where only `data` does.
 
     Args:
       config: what to train.
-      mesh: its devices.
-      networks: the number of each device's fast network, in the order of `mesh.devices.flat`.
-      topology: the devices, as `maxmars plan` names them.
-      sent: what goes over that network, in words.
+      mesh: devices of the run.
+      networks: for each device, as in `mesh.devices.flat`, the number of its fast network.
+      topology: the devices, as `maxmars plan --topology` takes them.
+      sent: traffic over the slow network, in words.
     """
     axes = [axis for axis in ("fsdp", "tensor") if sharding.crosses(mesh, axis, networks)]
     if not axes:
@@ -290,17 +297,17 @@ def slow_network_warning(
 
 
 def gathered_bytes(config: TrainConfig, parameters: Parameters) -> int:
-    """Bytes that a device sends for `fsdp` in a step, about: each microbatch gathers the weights
-    twice, for the forward and the backward pass, and scatters their gradient."""
-    model = config.model  # of other modules than GPT-2 only the type of the parameters is known
+    """Estimate the bytes that a device sends for `fsdp` in a step: each microbatch gathers the
+    weights twice, for the forward and the backward pass, and scatters their gradient."""
+    model = config.model  # an own module has no `compute_dtype`
     dtype = model.compute_dtype if isinstance(model, GPT2Config) else "float32"
     itemsize = jnp.dtype(dtype).itemsize
-    parts, tensor = (parameters.mesh.shape[axis] for axis in ("fsdp", "tensor"))
+    fsdp, tensor = (parameters.mesh.shape[axis] for axis in ("fsdp", "tensor"))
     size = parameters.count * itemsize // tensor
-    return 3 * config.microbatches * size * (parts - 1) // parts
+    return 3 * config.microbatches * size * (fsdp - 1) // fsdp
 
 
 def with_remat(config: TrainConfig, remat: Remat) -> TrainConfig:
-    """The config with this policy, or `auto`."""
+    """The config with this policy of rematerialisation, or `auto`."""
     model: Any = config.model
     return dataclasses.replace(config, model=dataclasses.replace(model, remat=remat))

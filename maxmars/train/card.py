@@ -1,8 +1,9 @@
 """The model card of an export: `README.md` as the Hugging Face hub shows it.
 
-Config, environment and digests are those of the exported checkpoint, losses those of the run's
-`metrics.jsonl` up to its step. Paths are cut to their last names, so that the card tells nothing of
-the directories and users of the machine.
+Each fact has one source: config, environment and digests come from the exported checkpoint, losses
+from the run's `metrics.jsonl` at its step, further scores from reports of `maxmars eval`. Paths are
+cut to their last names in the finished text, so that no section can publish directories or user
+names of the machine.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ CARD, SOURCE_CARD = "README.md", "SOURCE_README.md"
 
 Fields = Mapping[str, Any]
 
-# Of a disk, also in hf:/path and file:///path, and gs://; of https:// nothing.
+# Folders of paths on disks, also in hf:/path and file:///path, and in gs://; none in https://.
 _FOLDERS = re.compile(r"(?<![\w./-])(?:gs:/|file://|~\w*)?/(?:[^\s'\"`(),;:=/]+/)*(?=[^\s/])")
 _USE = """\
 ```python
@@ -57,9 +58,9 @@ class _Score(NamedTuple):
     metric: str
     value: float
     text: str
-    """The value, and its standard error where there is one."""
-    of: str
-    """On how much it was measured, and by what."""
+    """The value, with its standard error if known."""
+    sample: str
+    """Number of windows, tokens or questions, and the harness."""
 
 
 def read_report(path: str | Path) -> Fields:
@@ -67,19 +68,19 @@ def read_report(path: str | Path) -> Fields:
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: it is another one.
+      ValueError: the file is no such report.
     """
     fields = read_json_object(Path(path).expanduser())
     with about(path):
-        told = "it is no report of `maxmars eval TARGET --output FILE.json`."
-        require({"name", "environment"} <= fields.keys(), told)
+        problem = "it is no report of `maxmars eval TARGET --output FILE.json`."
+        require({"name", "environment"} <= fields.keys(), problem)
     return fields
 
 
 def write_card(
     directory: Path, exported: Exported, *, name: str, reports: Sequence[Fields] = ()
 ) -> None:
-    """Write the card into the directory of an export, which is to have this name.
+    """Write the card into the directory of an export; `name` is the model's name in the card.
 
     Raises:
       ValueError: a report is on another model, or a file of the run is damaged.
@@ -103,11 +104,11 @@ def write_card(
     if scores:
         front["model-index"] = [{"name": name, "results": [*map(_result, scores)]}]
     limits = [f"- {note}" for note in exported.notes]
-    if ("first weights", "random") in training:
+    if ("first weights", "random") in training:  # else the source may have been tuned
         limits.insert(0, "- A base model: it continues text and follows no instructions.")
     if exported.dtype != "float32":
         limits.append(f"- Losses and scores are those before the rounding to {exported.dtype}.")
-    rows = [(score.data, score.metric, score.text, score.of) for score in scores]
+    rows = [(score.data, score.metric, score.text, score.sample) for score in scores]
     sections = {
         "Use": _USE.format(kind=exported.architecture, name=name),
         "Training": training and _table(("", ""), training),
@@ -116,11 +117,10 @@ def write_card(
         "Limits": "\n".join(limits),
         "License": license_text,
     }
-    what = (
-        f"{exported.architecture}, {short(exported.num_parameters)} parameters in {exported.dtype}"
-    )
-    body = f"# {name}\n\n{what}, written by maxmars from {exported.name}.\n"
-    body += "".join(f"\n## {head}\n\n{text}\n" for head, text in sections.items() if text)
+    size = f"{short(exported.num_parameters)} parameters in {exported.dtype}"
+    kind = f"{exported.architecture}, {size}"
+    body = f"# {name}\n\n{kind}, written by maxmars from {exported.name}.\n"
+    body += "".join(f"\n## {title}\n\n{text}\n" for title, text in sections.items() if text)
     fields = yaml.safe_dump(front, sort_keys=False, allow_unicode=True)
     write_text(directory / CARD, f"---\n{fields}---\n\n{_FOLDERS.sub('', body)}")
 
@@ -130,14 +130,15 @@ def _run_of(stored: Checkpoint) -> epath.Path:
 
 
 def _training(stored: Checkpoint, model: ModelConfig) -> list[tuple[str, Any]]:
-    """Names and values of what the run recorded up to the checkpoint of a model."""
-    config, here, run = stored.config, stored.environment, _run_of(stored)
-    mesh = " ".join(f"{axis}={size}" for axis, size in here["mesh"].items())
+    """Rows of the table of training: the run's records up to the checkpoint of a model."""
+    config, env, run = stored.config, stored.environment, _run_of(stored)
+    mesh = " ".join(f"{axis}={size}" for axis, size in env["mesh"].items())
     began = session_starts(trajectory(lines_until(read_journal(run), stored.journal) or []))
     first = (began[0].init_from or {}).get("weights", "random") if began else "not recorded"
-    first = first.replace("/checkpoints/", ", step ")
+    first = first.replace("/checkpoints/", ", step ")  # `_FOLDERS` would leave the step alone
     losses = {row["step"]: row["train/loss"] for row in read_metrics(run) if "train/loss" in row}
     settings = {k: v for k, v in to_dict(config.optimizer).items() if v is not None}
+    # Each command once, with the first step that it trained from.
     commands = {line.command or "a call in Python": line.step for line in reversed(began)}
     return [
         ("steps", f"{stored.step:,} of {config.num_steps:,}, {stored.tokens:,} tokens"),
@@ -154,8 +155,8 @@ def _training(stored: Checkpoint, model: ModelConfig) -> list[tuple[str, Any]]:
         ("first weights", first),
         ("training loss, nats a token", losses.get(stored.step, "not recorded")),
         ("seed", config.seed),
-        ("devices", f"{here['num_devices']} x {', '.join(here['device_kinds'])}, mesh {mesh}"),
-        *((key, here[key]) for key in ("maxmars", "code", "jax", "flax", "optax")),
+        ("devices", f"{env['num_devices']} x {', '.join(env['device_kinds'])}, mesh {mesh}"),
+        *((key, env[key]) for key in ("maxmars", "code", "jax", "flax", "optax")),
         ("digest of the checkpoint", stored.digest),
         *((f"command from step {step:,}", f"`{text}`") for text, step in [*commands.items()][::-1]),
     ]
@@ -174,63 +175,66 @@ def _audit(run: epath.Path) -> str:
 
 
 def _scores_of_run(stored: Checkpoint) -> Iterator[_Score]:
-    """The scores in the run's metrics at the step of the checkpoint."""
+    """The scores in the run's metrics at the checkpoint's step."""
     run = _run_of(stored)
     rows = [row for row in read_metrics(run) if row["step"] == stored.step]
     values = {key: value for row in rows for key, value in row.items()}
-    own = ", ".join(part["name"] for part in _data(run)) or "validation split"
+    training_data = ", ".join(part["name"] for part in _data(run)) or "validation split"
     windows = f"at most {stored.config.eval.num_windows:,} windows"
     for name in (None, *(validation.name for validation in stored.config.eval.data)):
         loss, bits = map(values.get, validation_keys(name))
         if loss is not None:
-            yield from _loss(name or own, float(loss), bits, windows)
+            yield from _loss_scores(name or training_data, float(loss), bits, windows)
     for protocol, prefix in METRICS.items():
         if f"eval/{prefix}_acc" in values:
             names, count = ("acc", "acc_norm"), int(values["eval/hellaswag_questions"])
             summary: dict[str, Any] = {
                 name: float(values[f"eval/{prefix}_{name}"]) for name in names
             }
-            for name in names:
+            for name in names:  # metrics have no standard errors: those of proportions
                 variance = summary[name] * (1 - summary[name]) / max(count - 1, 1)
                 summary[f"{name}_stderr"] = variance**0.5
-            yield from _hellaswag(protocol, summary, f"{count:,} questions")
+            yield from _hellaswag_scores(protocol, summary, f"{count:,} questions")
 
 
 def _scores_of_report(exported: Exported, report: Fields) -> Iterator[_Score]:
     """The scores of the exported model in a report, which may be on two models.
 
     Raises:
-      ValueError: it is on others.
+      ValueError: the exported model is not in the report.
     """
     digest = None if exported.checkpoint is None else exported.checkpoint.digest
     models = [report, *filter(None, [report.get("against")])]
-    own = [
+    # The digest identifies a checkpoint, wherever the run lies now; a Hugging Face model has none.
+    matching = [
         m for m in models if m.get("digest") == digest and (digest or m["name"] == exported.name)
     ]
     names = " and ".join(model["name"] for model in models)
-    require(bool(own), f"--report has scores of {names}, and not of {exported.name}.")
-    for key in data_of(own[0]):
-        data, of = key.rstrip("/") or "validation split", f"{own[0][f'{key}loss_tokens']:,} tokens"
-        yield from _loss(data, own[0][f"{key}loss"], own[0].get(f"{key}bits_per_byte"), of)
-    for protocol, summary in own[0].get("hellaswag", {}).items():
+    require(bool(matching), f"--report has scores of {names}, and not of {exported.name}.")
+    scores = matching[0]
+    for key in data_of(scores):
+        data, tokens = key.rstrip("/") or "validation split", scores[f"{key}loss_tokens"]
+        bits = scores.get(f"{key}bits_per_byte")
+        yield from _loss_scores(data, scores[f"{key}loss"], bits, f"{tokens:,} tokens")
+    for protocol, summary in scores.get("hellaswag", {}).items():
         count = describe_count({protocol: summary}, report["hellaswag_left_out"])
-        yield from _hellaswag(protocol, summary, count)
-    for task, shots, metric, text in harness_rows(own[0]) if "harness" in own[0] else ():
-        of = f"{shots} examples, {own[0]['harness']}"
-        yield _Score(task, metric, float(text.partition(" ")[0]), text, of)
+        yield from _hellaswag_scores(protocol, summary, count)
+    for task, shots, metric, text in harness_rows(scores) if "harness" in scores else ():
+        sample = f"{shots} examples, {scores['harness']}"
+        yield _Score(task, metric, float(text.partition(" ")[0]), text, sample)
 
 
-def _loss(data: str, loss: float, bits_per_byte: Any, of: str) -> Iterator[_Score]:
-    yield _Score(data, "loss, nats a token", loss, f"{loss:.4f}", of)
+def _loss_scores(data: str, loss: float, bits_per_byte: Any, sample: str) -> Iterator[_Score]:
+    yield _Score(data, "loss, nats a token", loss, f"{loss:.4f}", sample)
     if bits_per_byte is not None:
-        bits = float(bits_per_byte)  # of a metric it is text where it is not finite
-        yield _Score(data, "bits_per_byte", bits, f"{bits:.4f}", of)
+        bits = float(bits_per_byte)  # a string in metrics.jsonl if not finite
+        yield _Score(data, "bits_per_byte", bits, f"{bits:.4f}", sample)
 
 
-def _hellaswag(protocol: str, summary: Fields, of: str) -> Iterator[_Score]:
+def _hellaswag_scores(protocol: str, summary: Fields, sample: str) -> Iterator[_Score]:
     for name in ("acc", "acc_norm"):
         text = f"{summary[name]:.4f} ± {summary[f'{name}_stderr']:.4f}"
-        yield _Score("Rowan/hellaswag", f"{name} ({protocol})", summary[name], text, of)
+        yield _Score("Rowan/hellaswag", f"{name} ({protocol})", summary[name], text, sample)
 
 
 def _result(score: _Score) -> dict[str, Any]:
@@ -244,20 +248,21 @@ def _result(score: _Score) -> dict[str, Any]:
 
 
 def _license(directory: Path, exported: Exported) -> tuple[dict[str, Any], str]:
-    """Fields and text about the license, which of a Hugging Face model are those of its card."""
+    """License fields and text: those of the card for a Hugging Face model, else a reminder."""
     original = exported.target.directory / CARD
     if exported.checkpoint is not None or not original.is_file():
         return {}, "Not chosen yet: add a line like `license: apache-2.0` to the first block."
     (directory / SOURCE_CARD).write_bytes(original.read_bytes())
     try:
-        front = original.read_text(encoding="utf-8").split("---\n", 2)
-        fields = yaml.safe_load(front[1]) if len(front) == 3 and not front[0] else None
+        # Front matter is YAML between two lines of `---` at the top.
+        parts = original.read_text(encoding="utf-8").split("---\n", 2)
+        fields = yaml.safe_load(parts[1]) if len(parts) == 3 and not parts[0] else None
     except (ValueError, yaml.YAMLError):
         fields = None
     names = ("license", "license_name", "license_link")
-    found = {n: fields[n] for n in names if n in fields} if isinstance(fields, dict) else {}
-    said = f"says `{found['license']}`" if "license" in found else "names none"
-    return found, f"`{SOURCE_CARD}`, the card of the model that this was written from, {said}."
+    fields = {n: fields[n] for n in names if n in fields} if isinstance(fields, dict) else {}
+    verdict = f"says `{fields['license']}`" if "license" in fields else "names none"
+    return fields, f"`{SOURCE_CARD}`, the card of the model that this was written from, {verdict}."
 
 
 def _table(columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> str:

@@ -1,11 +1,10 @@
-"""`maxmars rewind`: take a run back to an older checkpoint, past examples that do harm, or on with
-a new state of the optimizer.
+"""`maxmars rewind`: go back to an older checkpoint, skip examples, or reset the optimizer's state.
 
 One process appends a line `rewound` to the journal, and then sets the newer checkpoints aside, the
-newest first; the next `train` goes on from the one that is left. Until the last of them is aside
-the run is not rewound: after a kill in between, `train` goes on from the newest that is left, or
-the same `maxmars rewind` does the rest. The line is in force until a later step is saved, however
-often the run is started before that (`journal.rewound_to`).
+newest first. The next `train` continues from the newest one left. If a kill interrupts `rewind`,
+`train` still continues from the newest checkpoint left, without a rewind, and the same `rewind`
+does the rest. The line counts until a later step is saved, however often the run is started before
+(`journal.rewound_to`).
 """
 
 from __future__ import annotations
@@ -13,6 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from etils import epath
 
 from maxmars.checkpoint import Checkpoint, find, first_sound, list_steps
 from maxmars.checkpoint.journal import (
@@ -38,16 +39,16 @@ def rewind(
     new_optimizer_state: bool = False,
     log: Callable[[str], None] = print,
 ) -> str | None:
-    """Rewind a run that no process is training.
+    """Rewind a run, which no process may be training.
 
     Args:
       workdir: directory of the run, on a disk or `gs://`.
-      to: step of a checkpoint, whose arrays are compared with their digests first. Newer ones are
-        renamed to `STEP.rewound`; it may be the newest itself.
-      skip_examples: training examples to leave out from there on.
-      new_optimizer_state: the next session makes the optimizer's state anew, which may be another
-        optimizer's; parameters, step, schedule and data go on.
-      log: gets a line for each thing that is done.
+      to: step of a checkpoint, also of the newest. Its arrays are compared with their digests.
+        Newer checkpoints are renamed to `STEP.rewound`.
+      skip_examples: number of training examples to leave out from that checkpoint on.
+      new_optimizer_state: the next session starts from a new optimizer state, also of another
+        optimizer. Parameters, step, schedule and data continue.
+      log: gets a line for each change.
 
     Returns:
       The command that trained the run last; None if it was started in Python.
@@ -57,17 +58,14 @@ def rewind(
       ValueError: the checkpoint is damaged or of another version, or the run is being trained.
       OSError: the directory cannot be written to.
     """
-    directory = resolve(workdir)
-    checkpoints, named = find(directory) or (None, None)
-    if checkpoints is None or named is not None:
-        raise FileNotFoundError(f"{directory} is not the directory of a run with checkpoints.")
-    directory = checkpoints.parent  # of the run, also where its checkpoints were named
+    checkpoints = find_run(workdir)
+    directory = checkpoints.parent
     lock = acquire(checkpoints)
     try:
-        checkpoint, lines = _sound(checkpoints, to), read_journal(directory)
+        checkpoint, lines = _read_checked(checkpoints, to), read_journal(directory)
         newer = [step for step in list_steps(checkpoints) if step > to]
         if newer or skip_examples or new_optimizer_state or rewound_to(lines, to):
-            if (directory / WANDB).exists():  # so that its charts have one value a step
+            if (directory / WANDB).exists():  # a new run of W&B: charts have one value a step
                 set_aside(directory / WANDB, "rewound")
             line = Rewound(
                 step=to,
@@ -91,7 +89,22 @@ def rewind(
     return began[-1].command if began else None
 
 
-def _sound(checkpoints: Any, step: int) -> Checkpoint:
+def find_run(workdir: str | os.PathLike[str]) -> epath.Path:
+    """The directory of checkpoints of a run, by its path or the run's.
+
+    Raises:
+      FileNotFoundError: the path is neither.
+    """
+    directory = resolve(workdir)
+    checkpoints, step = find(directory) or (None, None)
+    if checkpoints is None or step is not None:
+        raise FileNotFoundError(f"{directory} is not the directory of a run with checkpoints.")
+    return checkpoints
+
+
+def _read_checked(checkpoints: Any, step: int) -> Checkpoint:
+    """Read a checkpoint, and compare its arrays with their digests."""
+
     def use(checkpoint: Checkpoint, skipped: Any) -> Checkpoint:
         check_arrays(checkpoint)
         return checkpoint
@@ -100,23 +113,23 @@ def _sound(checkpoints: Any, step: int) -> Checkpoint:
 
 
 def _append(directory: Any, line: Line) -> None:
-    """Write the journal with one line more, below one that a kill may have cut off."""
+    """Append a line to the journal, as one write of the whole file."""
     text = read_text(directory / JOURNAL) or ""
-    text += "\n" * (not text.endswith("\n") and bool(text))
+    text += "\n" * (not text.endswith("\n") and bool(text))  # a kill may have cut the last line
     write_text(directory / JOURNAL, f"{text}{line.text}\n")
 
 
 def rewinds_in_words(chain: Iterable[Line]) -> list[str]:
-    """The rewinds of a trajectory, each in a line."""
+    """The rewinds in a trajectory, in words."""
     rewinds = []
     for line in chain:
         if isinstance(line, Rewound):
-            back = f" from step {line.from_:,}" if line.from_ > line.step else ""
-            told = [f"to step {line.step:,}{back}"]
+            origin = f" from step {line.from_:,}" if line.from_ > line.step else ""
+            parts = [f"to step {line.step:,}{origin}"]
             if line.skip_examples:
                 start = line.position - line.skip_examples
-                told.append(f"examples {start:,} to {line.position:,} left out")
+                parts.append(f"examples {start:,} to {line.position:,} left out")
             if line.new_optimizer_state:
-                told.append("a new state of the optimizer")
-            rewinds.append(", ".join(told))
+                parts.append("a new state of the optimizer")
+            rewinds.append(", ".join(parts))
     return rewinds
