@@ -1,4 +1,4 @@
-"""Training: `train` runs the loop, and `TrainResult` says what a run came to."""
+"""Training of a run: `train` is the loop, `TrainResult` its result. `README.md` describes a run."""
 
 from maxmars.train.init_from import InitFrom
 from maxmars.train.loop import TrainResult, train

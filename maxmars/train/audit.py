@@ -38,24 +38,13 @@ from maxmars.checkpoint.journal import (
 )
 from maxmars.checkpoint.reader import DamagedError, check_arrays, require_64_bits
 from maxmars.checkpoint.writer import Retention
-from maxmars.config import (
-    CheckpointConfig,
-    EvalConfig,
-    LogConfig,
-    TrainConfig,
-    differences,
-)
+from maxmars.config import CheckpointConfig, EvalConfig, LogConfig, TrainConfig, differences
 from maxmars.config.errors import about
 from maxmars.data.verification import hashed_by, verify_split
 from maxmars.distributed.files import read_json
 from maxmars.distributed.recorded_code import recorded_code
 from maxmars.distributed.sharding import training_mesh
-from maxmars.distributed.workdir import (
-    JOURNAL,
-    KEPT_SOURCES,
-    METRICS,
-    SUMMARY,
-)
+from maxmars.distributed.workdir import JOURNAL, KEPT_SOURCES, METRICS, SUMMARY
 from maxmars.model.parameters import Parameters
 from maxmars.train.auto import with_remat
 from maxmars.train.metrics import read_metrics, validation_losses

@@ -82,6 +82,10 @@ def device_memory_bytes(device: jax.Device) -> int | None:
     return (device.memory_stats() or {}).get("bytes_limit")
 
 
+def _machine_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def check_memory(config: TrainConfig, mesh: Mesh, state: TrainState) -> None:
     """Check that the state alone, and the batches alone, fit into a device's memory. XLA would
     abort the process instead, or report the error after minutes.
@@ -108,8 +112,7 @@ def check_memory(config: TrainConfig, mesh: Mesh, state: TrainState) -> None:
     limit, where = device_memory_bytes(device), f"a {device.device_kind} has"
     if device.platform == "cpu":
         needs = [(what, len(mesh.local_devices) * size, way) for what, size, way in needs]
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        where = "this machine has"
+        limit, where = _machine_memory_bytes(), "this machine has"
     for what, size, way_out in needs:
         if limit is not None and size > limit:
             raise ValueError(f"{what} {short(size)}B, and {where} {short(limit)}B: {way_out}.")
@@ -121,7 +124,7 @@ def memory_bytes_of(mesh: Mesh) -> int | None:
     device, count = mesh.local_devices[0], len(mesh.local_devices)
     limit = device_memory_bytes(device)
     if device.platform == "cpu":
-        limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 // count
+        limit = _machine_memory_bytes() // 2 // count
     limits = [int(text) for text in processes.texts_of_all(str(limit or 0))]
     return min(limits) or None
 

@@ -31,10 +31,7 @@ from maxmars.eval.trained_model import Exported
 from maxmars.model.parameters import Parameters
 from maxmars.train.audit import audit
 from maxmars.train.metrics import read_metrics, validation_keys
-from maxmars.train.optimizer import (
-    evaluated_in_words,
-    summarize_rules,
-)
+from maxmars.train.optimizer import evaluated_in_words, summarize_rules
 
 CARD, SOURCE_CARD = "README.md", "SOURCE_README.md"
 

@@ -1,17 +1,16 @@
-"""How a new run starts from the weights of another run or of a Hugging Face model (`--init-from`).
+"""`--init-from`: start a new run from the weights of another run or of a Hugging Face model.
 
-The new run takes the weights and nothing else: it is at step 0, at the first example of its data
-and at the beginning of its schedule. Its optimizer, which may be another one, starts as in any new
-run: no updates counted, moments zero. The first step of MARS, approximate or exact, then compares
-its gradient with zero (c = (1 + κ) g, as in the official code). What exact MARS keeps as the
-parameters of the step before are at first the weights themselves. Of a run with an average of its
-parameters, or whose optimizer names others to evaluate, the weights are those that are evaluated.
-With `InitFrom.optimizer_state` the optimizer goes on instead, with its moments, its count of
-updates, MARS's last gradient (in exact MARS the parameters of the step before) and the parameters
-that were trained; step, data and schedule start anew all the same.
+The new run takes the weights that the other run evaluates (its EMA, for example), and nothing else:
+step, data and schedule begin at 0, and the optimizer, also of another kind, has no updates and zero
+moments. So the first step of MARS, approximate or exact, compares its gradient with zero
+(c = (1 + κ) g, as in the official code), and the previous parameters of exact MARS are at first the
+weights themselves.
 
-The run saves this state as that of step 0. From then on it continues from its own checkpoints, like
-any other, and does not look at its source again.
+With `InitFrom.optimizer_state` the run takes the trained parameters instead, with the optimizer's
+moments and count of updates, and MARS's last gradient (exact MARS: the previous parameters).
+
+The run saves this state as step 0. After that it continues from its own checkpoints, like any
+other, and no longer needs the other run.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from maxmars.train.resume import first_misfit, misfit_of_kernels
 from maxmars.train.step import TrainState, TrainStep, init_train_state
 
 _LOGGER = logging.getLogger(__name__)
-# Fields of the model that its weights depend on. The vocabulary's padding is not among them.
-_SAME = (
+# Fields of the model that must be equal. The padding of the vocabulary may differ, see `_padded`.
+_FIELDS_OF_WEIGHTS = (
     "num_layers",
     "num_heads",
     "embed_dim",
@@ -55,68 +54,70 @@ _WITH_OPTIMIZER = ("params", "opt_state", "prev_params")
 
 @dataclass(frozen=True, kw_only=True)
 class InitFrom:
-    """The weights that a new run starts from."""
+    """The source of a new run's initial weights."""
 
     path: str
-    """A run's working directory, its directory of checkpoints or one of them, also on `gs://`; a
+    """A run's working directory, its directory of checkpoints or one checkpoint, also on `gs://`; a
     local directory with a Hugging Face GPT-2; or `hf:OWNER/NAME[@REVISION]`."""
     optimizer_state: bool = False
-    """Also take the state of the optimizer, which must be of the same kind."""
+    """Take the optimizer's state too; both optimizers must be of one kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Initial:
-    """The state that a new run starts from, and its origin."""
+    """Initial state of a new run, with its origin."""
 
     state: TrainState
     origin: dict[str, Any]
-    """JSON-ready: `path` as given, `weights` (the checkpoint or directory that was read, or
+    """JSON-ready: `path` as given, `weights` (path of the checkpoint or directory, or
     `hf:OWNER/NAME@COMMIT`), `optimizer_state`, and `params_digest`."""
 
 
-def load_initial(step: TrainStep, source: InitFrom, vocabulary: Vocabulary) -> Initial:
-    """Read the weights, compare them with their digests, and make a state around them; every
-    process calls.
+def load_initial(step: TrainStep, init_from: InitFrom, vocabulary: Vocabulary) -> Initial:
+    """Read weights, compare them with their digests, and make a new run's state with them; all
+    processes must call.
 
     Args:
-      step: of the new run, on its mesh; the source may have been trained on another one.
-      source: what to read.
-      vocabulary: of the tokens that the run trains on.
+      step: train step of the new run, on its mesh. The weights may come from another mesh.
+      init_from: source of the weights.
+      vocabulary: vocabulary of the new run's training tokens.
 
     Raises:
       FileNotFoundError: there are no weights at the path.
-      ValueError: they are damaged, or of another model or optimizer than the config says, or of
-        another tokenizer than the tokens; or see `hub.fetch`, as for the errors of other types.
+      ValueError: the weights are damaged, or the model, the optimizer or the tokenizer differ from
+        those of the new run.
+      Other errors of `hub.fetch`.
     """
     config, abstract = step.config, step.abstract_state
-    path = source.path if hub.is_on_hub(source.path) else str(resolve(source.path))
-    if source.optimizer_state and hub.is_on_hub(path):
-        raise _no_optimizer_state(path)  # before the model is fetched
+    path = init_from.path if hub.is_on_hub(init_from.path) else str(resolve(init_from.path))
+    if init_from.optimizer_state and hub.is_on_hub(path):
+        raise _no_optimizer_state(path)  # before a download
     target = find_target(path)
-    if source.optimizer_state and target.checkpoints is None:
+    if init_from.optimizer_state and target.checkpoints is None:
         raise _no_optimizer_state(path)
     _check_tokenizer(path, target, vocabulary)
-    parts, weights = _read_parts(target, config, abstract, optimizer_state=source.optimizer_state)
-    parts["params"] = _padded(parts["params"], abstract.params, config.model)
-    start = {
+    optimizer_state = init_from.optimizer_state
+    fields, weights = _read_fields(target, config, abstract, optimizer_state=optimizer_state)
+    fields["params"] = _padded(fields["params"], abstract.params, config.model)
+    origin = {
         "path": path,
         "weights": weights,
-        "optimizer_state": source.optimizer_state,
-        "params_digest": combine(digest({"params": parts["params"]})),
+        "optimizer_state": optimizer_state,
+        "params_digest": combine(digest({"params": fields["params"]})),
     }
-    state = init_train_state(config, step.parameters, parts)
-    return Initial(state=state, origin=start)
+    state = init_train_state(config, step.parameters, fields)
+    return Initial(state=state, origin=origin)
 
 
-def _read_parts(
+def _read_fields(
     target: Target, config: TrainConfig, abstract: TrainState, *, optimizer_state: bool
 ) -> tuple[dict[str, Any], str]:
-    """The fields of the state that come from a target, and where they were read."""
+    """Fields of the state from a target, by name, and the path that they were read from."""
 
-    def read_fields(saved: Checkpoint | None) -> tuple[dict[str, Any], str]:
+    def read(saved: Checkpoint | None) -> tuple[dict[str, Any], str]:
         model, origin = target.recorded_config(saved), target.origin(saved)
         _check_model(origin, model, config.model)
-        if saved is None:  # is read with our padding
+        if saved is None:  # a Hugging Face model has no padding, and gets ours when it is read
             padding = getattr(config.model, "vocab_pad_multiple", 1)
             model = dataclasses.replace(model, vocab_pad_multiple=padding)
         if not optimizer_state or saved is None:
@@ -126,7 +127,7 @@ def _read_parts(
         _check_optimizer(saved, config, leaf_types(wanted))
         return load_arrays(saved, wanted), origin
 
-    return target.first_sound(read_fields)
+    return target.first_sound(read)
 
 
 def _no_optimizer_state(path: Any) -> ValueError:
@@ -137,54 +138,53 @@ def _no_optimizer_state(path: Any) -> ValueError:
 
 
 def _check_tokenizer(path: str, target: Target, vocabulary: Vocabulary) -> None:
-    """Refuse weights for tokens of another tokenizer; where one of the two has none, say so."""
+    """Refuse weights of another tokenizer; warn where the weights' tokenizer cannot be read."""
     if vocabulary.tokenizer == UNKNOWN_TOKENIZER:
         return
     try:
-        theirs = target.tokenizer(target.recorded_config())
-        what = difference(theirs, vocabulary)
+        tokenizer = target.tokenizer(target.recorded_config())
+        mismatch = difference(tokenizer, vocabulary)
     except (ImportError, OSError) as error:
         if processes.is_primary():
             _LOGGER.warning("the tokenizer of %s is not compared with the tokens: %s", path, error)
         return
-    if what is not None:
-        name = str(target.tokenizer_place) if theirs.name == JsonTokenizer.name else theirs.name
+    if mismatch is not None:
+        is_file = tokenizer.name == JsonTokenizer.name
+        name = str(target.tokenizer_place) if is_file else tokenizer.name
         raise ValueError(
-            f"the weights in {path} are of another tokenizer than the tokens: {what}. Prepare the "
-            f"text with theirs (--tokenizer {name}), or start from other weights."
+            f"the weights in {path} are of another tokenizer than the tokens: {mismatch}. Prepare "
+            f"the text with theirs (--tokenizer {name}), or start from other weights."
         )
 
 
-def _check_model(path: Any, theirs: ModelConfig, ours: ModelConfig) -> None:
-    if type(theirs) is not type(ours):
+def _check_model(path: Any, there: ModelConfig, here: ModelConfig) -> None:
+    if type(there) is not type(here):
         raise ValueError(
-            f"the weights in {path} are of a {type(theirs).__name__}, and model is a "
-            f"{type(ours).__name__} here; start from weights of the same model."
+            f"the weights in {path} are of a {type(there).__name__}, and model is a "
+            f"{type(here).__name__} here; start from weights of the same model."
         )
-    changed = [(field, old, new) for field, old, new in differences(theirs, ours) if field in _SAME]
-    if changed:
-        rows = ", ".join(
-            f"model.{name} is {old} there and {new} here" for name, old, new in changed
-        )
-        flags = " ".join(f"--model.{name.replace('_', '-')} {old}" for name, old, _ in changed)
+    rows = [row for row in differences(there, here) if row[0] in _FIELDS_OF_WEIGHTS]
+    if rows:
+        changed = ", ".join(f"model.{n} is {old} there and {new} here" for n, old, new in rows)
+        flags = " ".join(f"--model.{name.replace('_', '-')} {old}" for name, old, _ in rows)
         raise ValueError(
-            f"the weights in {path} are of another model: {rows}. Train that model ({flags}), or "
-            "start from other weights."
+            f"the weights in {path} are of another model: {changed}. Train that model ({flags}), "
+            "or start from other weights."
         )
 
 
 def _check_optimizer(saved: Checkpoint, config: TrainConfig, wanted: dict[str, str]) -> None:
-    """Check that a checkpoint has the arrays `wanted`, and that they mean the same."""
+    """Check that a checkpoint has arrays of the types `wanted`, with the same meaning."""
     way_out = "leave out --init-optimizer-state to start with a new one"
-    before, after = (type(some.optimizer) for some in (saved.config, config))
-    if before is not after:  # two optimizers may have the same arrays
+    there, here = (type(some.optimizer) for some in (saved.config, config))
+    if there is not here:  # arrays of two optimizers may agree in name and type
         raise ValueError(
-            f"the optimizer state in {saved.path} is of {before.__name__}, but optimizer is "
-            f"{after.__name__} here; {way_out}."
+            f"the optimizer state in {saved.path} is of {there.__name__}, but optimizer is "
+            f"{here.__name__} here; {way_out}."
         )
-    theirs = {name: t for name, t in saved.types.items() if name.startswith(_WITH_OPTIMIZER)}
+    types = {name: t for name, t in saved.types.items() if name.startswith(_WITH_OPTIMIZER)}
     misfit = misfit_of_kernels(saved.config.optimizer, config.optimizer)
-    misfit = misfit or first_misfit(theirs, wanted)
+    misfit = misfit or first_misfit(types, wanted)
     if misfit is not None:
         changed = ", ".join(
             f"{name} is {old} there and {new} here"
@@ -198,8 +198,8 @@ def _check_optimizer(saved: Checkpoint, config: TrainConfig, wanted: dict[str, s
 
 
 def _as_stored(params: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """Abstract parameters whose token embedding has the rows of `model`, which may have another
-    `vocab_pad_multiple`. Other rows are not split over the mesh, which need not divide them."""
+    """Abstract parameters with the token embedding of `model`, whose `vocab_pad_multiple` may
+    differ. Then rows are not sharded, as the mesh need not divide their number."""
     if not isinstance(model, GPT2Config):
         return params
     embedding = params["wte"]["embedding"]
@@ -213,15 +213,15 @@ def _as_stored(params: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
 
 
 def _padded(params: dict[str, Any], abstract: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
-    """The parameters with the padding of `abstract`; the rows that pad are zero."""
+    """The parameters with as many rows of padding, all zero, as `abstract` has."""
     if not isinstance(model, GPT2Config):
         return params
     embedding, wanted = params["wte"]["embedding"], abstract["wte"]["embedding"]
     if embedding.shape == wanted.shape:
         return params
-    missing = wanted.shape[0] - model.vocab_size
+    num_padding = wanted.shape[0] - model.vocab_size
     pad = jax.jit(
-        lambda rows: jnp.pad(rows[: model.vocab_size], ((0, missing), (0, 0))),
+        lambda rows: jnp.pad(rows[: model.vocab_size], ((0, num_padding), (0, 0))),
         out_shardings=wanted.sharding,
     )
     return params | {"wte": params["wte"] | {"embedding": pad(embedding)}}

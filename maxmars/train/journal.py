@@ -1,6 +1,9 @@
-"""Where the time of a run went, session by session, and the writer of its journal.
+"""Writer of a run's journal, and the time of a run by activity and session.
 
-`checkpoint/journal.py` has the lines and what follows from them.
+`checkpoint/journal.py` defines the lines, and derives the trajectory from them. Each line has the
+seconds of its session so far, so the time of a run over all restarts, and its goodput, follow from
+the journal: a kill loses only the seconds after the last line. Steps that a later session repeats
+are no goodput.
 """
 
 from __future__ import annotations
@@ -47,19 +50,19 @@ ACTIVITIES = {
     "restart": "between the sessions",
     "other": "other",
 }
-"""What a run's time is spent on, and how a table calls it."""
+"""Activities of a run, between which all its time is divided, with their names in tables."""
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
-    """Writes the lines of one session; in processes other than the primary it writes nothing.
+    """Writes the lines of one session, in the primary process.
 
     Args:
       workdir: directory of the run.
-      clock: of this process.
-      began: what the session begins with. A run that continues has the `init_from` of its earlier
-        sessions.
-      checkpoint: the hash in the checkpoint that was restored; None without one.
-      prefix: says which metrics the run has recorded so far.
+      clock: clock of this process.
+      began: first line of the session. In a run that continues, `begin` fills in `init_from` from
+        the earlier sessions.
+      checkpoint: journal hash in the restored checkpoint; None for a new run.
+      prefix: returns number and hash of the lines of metrics so far.
       may_write: see `files.LineFile`.
     """
 
@@ -78,24 +81,22 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._began, self._checkpoint, self._prefix = began, checkpoint, prefix
         self._earlier = read_journal(workdir) if processes.is_primary() else []
         self._sessions = sessions_of(self._earlier)
-        self._last = self._earlier[-1] if self._earlier else None
+        self._newest = self._earlier[-1] if self._earlier else None
         self._file: LineFile | None = None
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """The session begins, in a run with these lines of metrics.
-
-        A warning says where lines of the journal are missing, or metrics were changed.
-        """
+        """Write the line `began`; warn if lines of the journal are missing, or if metrics, of which
+        `rows` are the lines so far, were changed."""
         if not processes.is_primary():
             return
         if self._checkpoint is not None:
-            self._compare(rows, self._checkpoint)
+            self._warn_of_changes(rows, self._checkpoint)
             first = next(iter(session_starts(self._earlier)[-1:]), self._began)
             self._began = dataclasses.replace(self._began, init_from=first.init_from)
         self._file = LineFile(self._path, self._may_write)
         self._write(self._began)
 
-    def _compare(self, rows: Sequence[Mapping[str, Any]], checkpoint: str) -> None:
+    def _warn_of_changes(self, rows: Sequence[Mapping[str, Any]], checkpoint: str) -> None:
         step = self._began.step
         if lines_until(self._earlier, checkpoint) is None or broken_links(self._earlier):
             _LOGGER.warning(
@@ -122,27 +123,28 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             )
 
     def saved(self, step: int, digest: str, position: int, tokens: int) -> str | None:
-        """A checkpoint of this state is about to be written; the hash to store in it."""
+        """Write a line for a checkpoint that is about to be saved; return the line's hash, for the
+        checkpoint, or None in processes other than the primary."""
         metrics = self._prefix()
         line = Saved(step=step, digest=digest, position=position, tokens=tokens, metrics=metrics)
         return self._write(line)
 
     def ended(self, step: int, *, done: bool) -> str | None:
-        """The session ends in order, with the state that it saved last or began with."""
+        """Write the line of an orderly end, after the last save; return the line's hash."""
         return self._write(Ended(step=step, done=done, metrics=self._prefix()))
 
     def sessions(self, step: int, *, done: bool = False) -> list[Session]:
-        """All of the run, the last of which is this one, as it stands at `step`."""
+        """All sessions of the run; the last is this one, up to `step`."""
         now = Session.of(self._began, step, self._clock.seconds, done=done)
         return [*self._sessions, now]
 
     def _write(self, line: Line) -> str | None:
         if self._file is None:
             return None
-        self._last = below(self._last, line, self._clock.seconds)
-        self._file.write(self._last.text)
-        self._file.sync()  # a checkpoint in a bucket is not to be there before its line
-        return self._last.hash
+        self._newest = below(self._newest, line, self._clock.seconds)
+        self._file.write(self._newest.text)
+        self._file.sync()  # in a bucket, a checkpoint could otherwise exist before its line
+        return self._newest.hash
 
     def __exit__(self, *_: object) -> None:
         if self._file is not None:
@@ -151,26 +153,26 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """One start of the process, as far as it was recorded: a kill loses what came after a save."""
+    """One start of a run, up to the last line in the journal."""
 
     start: float
-    """When it began, seconds since 1970."""
+    """Start of the process, seconds since 1970."""
     end: float
-    """When it was recorded last."""
+    """Time of the last line, seconds since 1970."""
     first_step: int
-    """Step that it went on from."""
+    """Step from which the session continued."""
     last_step: int
-    """Step that it had reached."""
+    """Step of the last line."""
     seconds: Mapping[str, float]
-    """Of each activity."""
+    """Seconds of each activity."""
     done: bool
-    """Whether the run was complete: what comes later is no restart."""
+    """Whether the run was complete; a later session is then no restart."""
 
     @classmethod
     def of(
         cls, began: Began, last_step: int, spent: Mapping[str, float], *, done: bool = False
     ) -> Session:
-        """A session by the line that it began with, and the seconds that it has spent."""
+        """Make a session from its first line, its last step, and its seconds by activity."""
         seconds = {**dict.fromkeys(ACTIVITIES, 0.0), **spent}
         return cls(
             start=began.start,
@@ -183,7 +185,7 @@ class Session:
 
 
 def sessions_of(lines: Iterable[Line]) -> list[Session]:
-    """All sessions that left these lines, also those that led nowhere."""
+    """All sessions in a journal, also those whose steps were lost."""
     sessions: list[Session] = []
     began: Began | None = None
     for line in lines:
@@ -192,30 +194,30 @@ def sessions_of(lines: Iterable[Line]) -> list[Session]:
         elif isinstance(line, Rewound) or began is None:
             continue
         else:
-            sessions.pop()
+            sessions.pop()  # each line replaces the session as the line before had it
         done = isinstance(line, Ended) and line.done
         sessions.append(Session.of(began, line.step, line.seconds, done=done))
     return sessions
 
 
 def run_seconds(sessions: Sequence[Session]) -> dict[str, float]:
-    """Seconds of each of `ACTIVITIES` over all sessions of a run, the last of which is the newest.
+    """Seconds of each of `ACTIVITIES` over all sessions of a run, in order of time.
 
-    Steps that a later session made again count as `repeated`, at their session's mean time.
+    Steps that a later session repeats count as `repeated`, at the mean time of their session.
     """
     total = dict.fromkeys(ACTIVITIES, 0.0)
-    reached = math.inf  # what later sessions went on from
+    restart_step = math.inf  # least step from which a later session continued
     after = None
     for session in reversed(sessions):
         for name, seconds in session.seconds.items():
             total[name] += seconds
-        made = session.last_step - session.first_step
-        lost = min(max(session.last_step - reached, 0), made)
-        if lost:
-            wasted = session.seconds["steps"] * lost / made
-            total["steps"] -= wasted
-            total["repeated"] += wasted
-        reached = min(reached, session.first_step)
+        num_steps = session.last_step - session.first_step
+        num_lost = min(max(session.last_step - restart_step, 0), num_steps)
+        if num_lost:
+            lost_s = session.seconds["steps"] * num_lost / num_steps
+            total["steps"] -= lost_s
+            total["repeated"] += lost_s
+        restart_step = min(restart_step, session.first_step)
         if after is not None and not session.done:
             total["restart"] += max(0.0, after.start - session.end)
         after = session
@@ -223,6 +225,6 @@ def run_seconds(sessions: Sequence[Session]) -> dict[str, float]:
 
 
 def shares(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Each activity's share of the time."""
+    """Share of each activity in the sum of seconds."""
     total = sum(seconds.values()) or 1.0
     return {name: spent / total for name, spent in seconds.items()}

@@ -1,4 +1,8 @@
-"""What a run recorded of its steps, `metrics.jsonl`, as read; `README.md` lists the keys."""
+"""Reading of `metrics.jsonl`, the metrics of a run; `README.md` lists the keys.
+
+`sinks.MetricsFile` writes the file. Keys of validation are `eval/loss` on the training data's
+split, `eval/NAME/loss` on a set of `eval.data`, and `eval/NAME/...` from a function of `eval.own`.
+"""
 
 from __future__ import annotations
 
@@ -12,30 +16,30 @@ from maxmars.distributed.workdir import METRICS
 
 
 def read_metrics(workdir: epath.PathLike) -> list[dict[str, Any]]:
-    """The lines of `<workdir>/metrics.jsonl`; none if there is no such file.
+    """The lines of `<workdir>/metrics.jsonl`; empty if there is no such file.
 
-    Each has the integer `step`; the other values are numbers, or "NaN", "Infinity", "-Infinity".
+    Each line has an integer `step`; other values are numbers, or "NaN", "Infinity", "-Infinity".
     """
     return read_json_lines(epath.Path(workdir) / METRICS, "step")
 
 
 def validation_keys(name: str | None) -> tuple[str, str]:
-    """The keys of loss and bits per byte on a set of `eval.data`; without a name those on the
-    validation split of the training data."""
+    """Keys of loss and bits per byte on the set `name` of `eval.data`; None means the validation
+    split of the training data."""
     prefix = f"eval/{name}" if name else "eval"
     return f"{prefix}/loss", f"{prefix}/bits_per_byte"
 
 
 def validation_losses(rows: Iterable[Mapping[str, Any]], name: str | None) -> dict[int, float]:
-    """The losses of `validation_keys` in lines of metrics by step, in nats a token."""
+    """Validation losses in lines of metrics, by step, in nats a token; for `name` see
+    `validation_keys`."""
     key, _ = validation_keys(name)
     return {row["step"]: float(row[key]) for row in rows if key in row}
 
 
 def own_metric(key: str) -> tuple[str, str] | None:
-    """Function and name of a number that a function of `eval.own` returned, by its key
-    `eval/FUNCTION/NAME`, or a set of `eval.data` and `loss` or `bits_per_byte`; None of another
-    key."""
+    """Split a key `eval/FUNCTION/NAME`, of a number from a function of `eval.own`, into function
+    and name, or `eval/SET/loss` into set and `loss`; None for other keys."""
     kind, _, rest = key.partition("/")
     function, slash, name = rest.partition("/")
     return (function, name) if kind == "eval" and slash else None

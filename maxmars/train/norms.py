@@ -1,5 +1,8 @@
-"""Norms of gradients, parameters and updates: of the components of a model, and of each layer's
-matrices. The train step computes them as a few arrays, which `named_norms` names.
+"""Norms of gradients, parameters and updates, by component of the model or by matrix.
+
+The train step returns norms as two arrays rather than as hundreds of scalars, since each output of
+a step costs the host time; `named_norms` names the elements. All sums are in float32 at least, and
+are written over axes, so that sharded arrays stay where they are.
 """
 
 from __future__ import annotations
@@ -18,22 +21,22 @@ from maxmars.model.parameters import COMPONENTS, Parameters
 from maxmars.optim import MatrixSpec
 
 LAYER_NORMS = ("grad_norm", "update_rms", "update_spectral_norm")
-"""What `log.norms=layers` measures of each matrix: the rows of `train/layer_norms`."""
+"""Quantities of each matrix with `log.norms=layers`: the rows of `train/layer_norms`."""
 
 
-def widened(x: jax.Array) -> jax.Array:
-    """An array in float32 at least: 1e-4 squared is 0 in float16."""
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Cast an array to float32 unless its dtype is wider: in float16, 1e-4 squared is 0."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def global_norm(tree: Any) -> Float[Array, ""]:
-    """The root of the sum of all squares."""
-    return optax.tree.norm(jax.tree.map(widened, tree))
+    """The root of the sum of squares of all elements of a tree."""
+    return optax.tree.norm(jax.tree.map(at_least_float32, tree))
 
 
 @jax.jit
 def relative_distance(tree: Any, params: Any) -> Float[Array, ""]:
-    """The norm of the difference from the parameters, over the norm of the parameters."""
+    """The norm of `tree - params` over the norm of `params`."""
     return global_norm(jax.tree.map(jnp.subtract, tree, params)) / global_norm(params)
 
 
@@ -41,48 +44,49 @@ def squared_norms(components: Any, tree: Any) -> dict[str, Float[Array, ""]]:
     """The sum of squares of each component of the model.
 
     Args:
-      components: the component of each parameter; see `Parameters.components`.
-      tree: a tree of the parameters' structure.
+      components: component of each parameter; see `Parameters.components`.
+      tree: tree with the structure of the parameters.
     """
     sums: dict[str, Any] = dict.fromkeys(COMPONENTS, jnp.zeros([], jnp.float32))
     for component, leaf in zip(jax.tree.leaves(components), jax.tree.leaves(tree), strict=True):
-        sums[component] += jnp.sum(jnp.square(widened(leaf)))
+        sums[component] += jnp.sum(jnp.square(at_least_float32(leaf)))
     return sums
 
 
-def of_matrices(
+def measure_matrices(
     measure: Callable[[jax.Array, MatrixSpec], jax.Array], specs: Any, tree: Any
 ) -> Float[Array, " matrices"]:
-    """A measure of each matrix of the layers, embeddings aside, one parameter after the other.
+    """Measure each matrix of the layers, embeddings excepted, in the order of `_matrix_names`.
 
     Args:
-      measure: from a parameter and its spec to a number for each matrix of its stack.
+      measure: function from a parameter and its spec to a number for each matrix of the stack.
       specs: see `Parameters.specs`.
-      tree: a tree of the parameters' structure.
+      tree: tree with the structure of the parameters.
     """
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs), strict=True)
-    stacks = [measure(widened(x), spec).ravel() for x, spec in pairs if spec.kind == "matrix"]
+    matrices = ((at_least_float32(x), spec) for x, spec in pairs if spec.kind == "matrix")
+    stacks = [measure(x, spec).ravel() for x, spec in matrices]
     return jnp.concatenate([jnp.zeros(0), *stacks]).astype(jnp.float32)
 
 
 def frobenius_norms(x: jax.Array, spec: MatrixSpec) -> jax.Array:
-    """The root of the sum of squares of each matrix, 1 in place of its axes."""
+    """The root of the sum of squares of each matrix, whose axes become 1."""
     return jnp.sqrt(jnp.sum(jnp.square(x), spec.inner, keepdims=True))
 
 
 def root_mean_squares(x: jax.Array, spec: MatrixSpec) -> jax.Array:
-    """The root mean square of each matrix, 1 in place of its axes."""
+    """The root mean square of each matrix, whose axes become 1."""
     return jnp.sqrt(jnp.mean(jnp.square(x), spec.inner, keepdims=True))
 
 
 def spectral_norms(x: jax.Array, spec: MatrixSpec) -> jax.Array:
-    """The largest singular value of each matrix, from below, 1 in place of its axes.
+    """A lower bound of the largest singular value of each matrix, whose axes become 1.
 
-    Eight power iterations from a fixed normal vector give 0.88 to 1 times the singular value that
-    NumPy's SVD finds, for updates of AdamW and MARS; 0.94 to 1 times for Muon and MARS-M.
+    Eight power iterations from a fixed normal vector give 0.88 to 1 times the value of NumPy's SVD
+    for updates of AdamW and MARS, 0.94 to 1 times for Muon and MARS-M.
 
-    Products are sums over axes, so a sharded matrix stays where it is: of a matrix [m, n] at most
-    8 (m + n) numbers are summed over devices.
+    Products are written as sums over axes, so that sharded matrices are not gathered: devices
+    exchange at most 8 (m + n) numbers of a matrix [m, n].
     """
 
     def unit(vector: jax.Array) -> jax.Array:
@@ -98,13 +102,13 @@ def spectral_norms(x: jax.Array, spec: MatrixSpec) -> jax.Array:
 
 
 def named_norms(metrics: Mapping[str, np.ndarray], parameters: Parameters) -> dict[str, float]:
-    """The arrays of norms among a step's metrics, as numbers by name.
+    """Name the elements of the arrays of norms among a step's metrics.
 
-    `train/norms` [3, components] are `train/QUANTITY_norm/PART`, for gradients, parameters and
-    updates, with `train/param_norm` and `train/update_norm` of all components together; the step
-    itself reports `train/grad_norm`. `train/layer_norms` [3, matrices] are
-    `layers/QUANTITY/PARAMETER/NUMBER`, for `LAYER_NORMS` and each matrix of a stack; without
-    `/NUMBER` of a parameter that is one matrix.
+    `train/norms` [3, components] becomes `train/QUANTITY_norm/COMPONENT` for gradients, parameters
+    and updates, and `train/param_norm` and `train/update_norm` over all components; the step itself
+    reports `train/grad_norm`. `train/layer_norms` [3, matrices] becomes
+    `layers/QUANTITY/PARAMETER/NUMBER` for `LAYER_NORMS` and each matrix of a stack, without
+    `/NUMBER` where a parameter is one matrix.
     """
     named = {}
     quantities = ("grad", "param", "update")
@@ -112,7 +116,8 @@ def named_norms(metrics: Mapping[str, np.ndarray], parameters: Parameters) -> di
         name = f"train/{quantity}_norm"
         if quantity != "grad":
             named[name] = float(np.linalg.norm(row.astype(np.float64)))
-        named |= {f"{name}/{part}": float(x) for part, x in zip(COMPONENTS, row, strict=True)}
+        pairs = zip(COMPONENTS, row, strict=True)
+        named |= {f"{name}/{component}": float(x) for component, x in pairs}
     for quantity, row in zip(LAYER_NORMS, metrics.get("train/layer_norms", ()), strict=False):
         pairs = zip(_matrix_names(parameters), row, strict=True)
         named |= {f"layers/{quantity}/{matrix}": float(x) for matrix, x in pairs}

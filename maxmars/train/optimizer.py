@@ -1,7 +1,9 @@
-"""Config to optimizer: the rule of each parameter, and the optax optimizer of them all.
+"""From config to optax optimizer, by the kind of each parameter.
 
-The rule of a parameter, its rate and weight decay follow from its kind (`Parameters.kinds`) by
-`rule_of` of the optimizer's config.
+`rule_of` of the optimizer's config maps a kind (`Parameters.kinds`: matrix, embedding, vector) to
+an update rule, a rate and a weight decay. The package's own optimizers take these as masks and
+specs. A user's own optimizer (`OptaxConfig`) is any optax function: it is called with the arguments
+that its signature names, and checked on abstract arrays before a run begins.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ def update_rules(optimizer: OptimizerConfig, parameters: Parameters) -> Any:
 
 
 def describe_parameters(optimizer: OptimizerConfig, parameters: Parameters) -> str:
-    """A table of the parameters: matrix, rule, rate (a multiple of the run's) and decay; below it
-    the numbers among the options of a user's own optimizer."""
+    """A table of the parameters: matrix, rule, rate (a multiple of the run's) and decay. For a
+    user's own optimizer, its numeric options follow."""
     rules = update_rules(optimizer, parameters)
 
     def column(field: str) -> Any:
@@ -76,12 +78,12 @@ def describe_parameters(optimizer: OptimizerConfig, parameters: Parameters) -> s
     if not isinstance(optimizer, OptaxConfig):
         return table
     numbers = [f"{k}={v!r}" for k, v in optimizer.options.items() if isinstance(v, int | float)]
-    named = optimizer.source.written
-    return f"{table}\n\noptions of {named}: {', '.join(numbers)}" if numbers else table
+    name = optimizer.source.written
+    return f"{table}\n\noptions of {name}: {', '.join(numbers)}" if numbers else table
 
 
 def note_on_package(optimizer: OptimizerConfig) -> str | None:
-    """What to know of an installed package's optimizer in a run; None for others."""
+    """A note on the limits of an installed package's optimizer; None for others."""
     if not isinstance(optimizer, OptaxConfig) or optimizer.source.file:
         return None
     return (
@@ -92,7 +94,7 @@ def note_on_package(optimizer: OptimizerConfig) -> str | None:
 
 
 def summarize_rules(optimizer: OptimizerConfig, parameters: Parameters) -> str:
-    """The size of each rule, such as `mars-adamw for 836,608, adamw for 1,152 parameters`."""
+    """Number of parameters by rule, as `mars-adamw for 836,608, adamw for 1,152 parameters`."""
     sizes: dict[str, int] = {}
     rules = jax.tree.leaves(update_rules(optimizer, parameters))
     for leaf, rule in zip(jax.tree.leaves(parameters.abstract), rules, strict=True):
@@ -108,14 +110,14 @@ def make_optimizer(
     rate_fraction: Any = 1.0,
     batch_tokens: int = 1,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optax optimizer of a model's parameters (a nested dict).
+    """Make the optax optimizer of a model's parameters (a nested dict).
 
     Args:
-      optimizer: which optimizer, with its hyperparameters.
-      parameters: which of them are matrices and which decay, and how they lie on their mesh.
-      learning_rate: in place of the config's: a traced scalar (this step's rate) or a schedule.
-      rate_fraction: the learning rate over its peak, which a coupled decay follows.
-      batch_tokens: targets a step, which a user's own optimizer may ask for.
+      optimizer: config of the optimizer, with its hyperparameters.
+      parameters: kinds, specs and shardings of the parameters.
+      learning_rate: replaces the config's rate: a traced scalar (the step's rate) or a schedule.
+      rate_fraction: the learning rate over its peak, by which a coupled decay scales.
+      batch_tokens: number of targets in a step, an argument that a user's own optimizer may have.
     """
     rules, mesh = update_rules(optimizer, parameters), parameters.mesh
     decays = jax.tree.map(lambda rule: bool(rule.weight_decay), rules)
@@ -132,7 +134,7 @@ def make_optimizer(
             else:
                 if isinstance(optimizer, AdamWConfig) and kernel is not None:
                     direction = scale_by_adam_of(kernel, b2=optimizer.b2, eps=optimizer.eps)
-                else:  # chained as in optax.adamw, so that its state fits
+                else:  # a chain like that of optax.adamw, so that its saved state fits
                     direction = scale_by(**_options(optimizer, "weight_decay"))
                 tx = optax.chain(
                     direction,
@@ -172,7 +174,7 @@ def make_optimizer(
 
 
 def _weight_update(optimizer: OptimizerConfig, rate_fraction: Any = 1.0) -> WeightUpdate | None:
-    """The changes of the update that a config asks for."""
+    """Changes of the weight update in a config; None without changes."""
     if isinstance(optimizer, OptaxConfig) or not optimizer.weight_update.names:
         return None
     hooks = vars(optimizer.weight_update)
@@ -182,50 +184,51 @@ def _weight_update(optimizer: OptimizerConfig, rate_fraction: Any = 1.0) -> Weig
 
 
 def check_start(optimizer: OptimizerConfig, parameters: Parameters, params: Any) -> None:
-    """Check the values of a run's first parameters, which the optimizer's `init` does not see under
-    jit. Here it sees them, as they are constants, and allocates nothing.
+    """Let the optimizer's `init` check the values of a run's first parameters.
 
     Raises:
-      ValueError: one never moves under the optimizer.
+      ValueError: a parameter would never change under the optimizer.
     """
     tx = make_optimizer(optimizer, parameters, optimizer.learning_rate)
+    # Under jit parameters are tracers, without values. Here they are constants, and `eval_shape`
+    # allocates nothing for the state.
     jax.eval_shape(lambda: tx.init(params))
 
 
 def _kernel(optimizer: OptimizerConfig) -> optax.GradientTransformation | None:
-    """The momentum kernel of a config, whose biases are corrected where Adam divides it; None where
-    the optimizer has its own momentum."""
+    """The momentum kernel of a config; None where the optimizer has its own momentum."""
     config = getattr(optimizer, "momentum_kernel", None)
     if config is None or not config.is_on:
         return None
-    # Newton-Schulz and sign forget the scale; these do not.
-    by_adam = isinstance(optimizer, AdamWConfig | SoapConfig)
-    by_adam |= isinstance(optimizer, MarsConfig) and optimizer.variant == "adamw"
+    # Bias correction changes the scale of momentum, which these divide by a second moment.
+    # Newton-Schulz and sign ignore the scale.
+    needs_debias = isinstance(optimizer, AdamWConfig | SoapConfig)
+    needs_debias |= isinstance(optimizer, MarsConfig) and optimizer.variant == "adamw"
     kernel: dict[str, Any] = {"decays": config.decays, "weights": config.weights}
     if config.preset is None:
         kernel |= {"gradient_weight": config.gradient_weight}
     else:
         steps = {"switch_step": config.switch_step, "end_step": config.end_step}
         kernel = kernel_preset(config.preset, **steps, **(kernel if config.decays else {}))
-    kernel.setdefault("debias", by_adam)
+    kernel.setdefault("debias", needs_debias)
     return momentum_kernel(**kernel)
 
 
 def own_evaluation_params(
     optimizer: OptimizerConfig, parameters: Parameters
 ) -> Callable[[Any, Any], Any] | None:
-    """The user's function from the optimizer's state and the parameters to those that are evaluated
-    and exported; None where the optimizer names none."""
+    """A user's function from optimizer state and parameters to the parameters for evaluation and
+    export; None where the trained parameters serve."""
     if not isinstance(optimizer, OptaxConfig):
         return None
     return _own_optimizer(optimizer, parameters, optimizer.learning_rate)[1]
 
 
 def evaluated_in_words(config: TrainConfig) -> str:
-    """The parameters that are evaluated, where these are not the ones that are trained."""
+    """Name of the evaluated parameters, in a run where these are not the trained ones."""
     if config.ema_decay is not None:
         return f"the average of the parameters (ema_decay={config.ema_decay})"
-    assert isinstance(config.optimizer, OptaxConfig)  # no other names any
+    assert isinstance(config.optimizer, OptaxConfig)  # others evaluate what they train
     return f"the parameters that {config.optimizer.source.written} names"
 
 
@@ -235,27 +238,30 @@ def _own_optimizer(
     learning_rate: optax.ScalarOrSchedule,
     batch_tokens: int = 1,
 ) -> tuple[optax.GradientTransformation, Callable[[Any, Any], Any] | None]:
-    """What the user's function makes: the optimizer, and what names the evaluated parameters.
+    """Call the user's function; return the optimizer, and `evaluation_params` or None.
 
     Raises:
-      FileNotFoundError, ValueError: there is no such function, it does not take the arguments, or
-        it returns something else. Any other exception was raised by the function.
+      FileNotFoundError, ValueError: there is no such function, the function does not take the
+        arguments, or it returns another type.
+      Other errors of the function.
     """
     make = optimizer.source.load(field="optimizer.make")
     signature = inspect.signature(make)
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    offered = {"matrix_specs": parameters.specs, "mesh": parameters.mesh}
-    taken = {n: value for n, value in offered.items() if takes_any or n in signature.parameters}
+    has_kwargs = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    named = signature.parameters
+    # These two also go to a function with `**kwargs`; those below only to one that names them.
+    to_all = {"matrix_specs": parameters.specs, "mesh": parameters.mesh}
+    arguments = {n: value for n, value in to_all.items() if has_kwargs or n in named}
     decays = jax.tree.map(lambda kind: kind == "matrix", parameters.kinds)
-    more = {"mask": decays, "weight_decay_mask": decays, "batch_tokens": batch_tokens}
-    taken |= {n: value for n, value in more.items() if n in signature.parameters}
-    if "muon_weight_dimension_numbers" in signature.parameters:
+    by_name = {"mask": decays, "weight_decay_mask": decays, "batch_tokens": batch_tokens}
+    arguments |= {n: value for n, value in by_name.items() if n in named}
+    if "muon_weight_dimension_numbers" in named:
         raise ValueError(
             f"optimizer.make={optimizer.make!r} would orthogonalise the embeddings and give Adam "
             "to every kernel, as layers are stacked. Take optimizer=muon of gpt2 or quickstart, or "
             "a FILE.py:NAME that gives it muon_weight_dimension_numbers."
         )
-    arguments = taken | optimizer.options
+    arguments |= optimizer.options
     try:
         signature.bind(learning_rate, **arguments)
     except TypeError as error:
@@ -269,15 +275,15 @@ def _own_optimizer(
         made = make(learning_rate, **arguments)
     except Exception as error:
         if optimizer.source.file:
-            raise  # a fault of the user's own file, which its traceback shows
+            raise  # the traceback shows the user's own file
         raise ValueError(
             f"optimizer.make={optimizer.make!r} makes no optimizer: {error}."
         ) from error
     match made:
         case optax.GradientTransformation():
             return made, None
-        case (optax.GradientTransformation() as tx, named) if callable(named):
-            return tx, named
+        case (optax.GradientTransformation() as tx, function) if callable(function):
+            return tx, function
     raise ValueError(
         f"optimizer.make={optimizer.make!r} returned a {type(made).__name__}; it must return an "
         "optax.GradientTransformation, or a pair of one and a function "
@@ -288,74 +294,77 @@ def _own_optimizer(
 def check_optimizer(
     optimizer: OptimizerConfig, parameters: Parameters, ema_decay: float | None = None
 ) -> None:
-    """Check that a user's own optimizer makes updates like the parameters from gradients, what it
-    requests, state and parameters, that its state can be saved and keeps its types, and that the
-    parameters that it names, for evaluation or a request, are like the run's.
+    """Check a user's own optimizer on abstract arrays.
+
+    Updates must have the structure and shapes of the parameters, and so must the parameters that
+    the optimizer names for evaluation or in a request. The state must be one that a checkpoint can
+    hold, and keep its types.
 
     Raises:
       FileNotFoundError, ValueError: see `OptaxConfig`.
     """
     if not isinstance(optimizer, OptaxConfig):
         return
-    whose = f"the optimizer of optimizer.make={optimizer.make!r}"
+    label = f"the optimizer of optimizer.make={optimizer.make!r}"
     params = parameters.abstract
     tx, _ = _own_optimizer(optimizer, parameters, optimizer.learning_rate)
     try:
         update, (rate, before) = _own_update(optimizer, parameters)
         updates, after = jax.eval_shape(update, rate, before)
     except Exception as error:
+        # Python's TypeError for an `update` with further required arguments.
         needs_more = isinstance(error, TypeError) and " missing " in str(error)
         if optimizer.source.file and not needs_more:
-            raise  # a fault of the user's own file, which its traceback shows
+            raise  # the traceback shows the user's own file
         raise ValueError(
-            f"{whose} makes no updates of gradients, state and parameters alone ({error}); take "
+            f"{label} makes no updates of gradients, state and parameters alone ({error}); take "
             "one whose update needs nothing else, or other optimizer.options; a further gradient "
             "is requested by maxmars.optim.with_requests."
         ) from error
     if not _is_like(updates, params):
         raise ValueError(
-            f"{whose} makes updates of another structure or shape than the parameters."
+            f"{label} makes updates of another structure or shape than the parameters."
         )
-    _check_state(whose, before, after)
-    _check_requests(whose, requests_of(tx), before, params)
-    named = own_evaluation_params(optimizer, parameters)
-    if named is not None and ema_decay is not None:
+    _check_state(label, before, after)
+    _check_requests(label, requests_of(tx), before, params)
+    function = own_evaluation_params(optimizer, parameters)
+    if function is not None and ema_decay is not None:
         raise ValueError(
-            f"{whose} names the parameters to evaluate, and ema_decay={ema_decay} their average; "
+            f"{label} names the parameters to evaluate, and ema_decay={ema_decay} their average; "
             "set ema_decay to None, or return the optimizer alone."
         )
-    if named is not None and not _is_like(jax.eval_shape(named, before, params), params):
+    if function is not None and not _is_like(jax.eval_shape(function, before, params), params):
         raise ValueError(
-            f"{whose} has an evaluation_params whose result is of another structure or shape than "
+            f"{label} has an evaluation_params whose result is of another structure or shape than "
             "the parameters."
         )
     if optax.tree.get_all_with_path(before, "learning_rate"):
         raise ValueError(
-            f"{whose} keeps learning_rate in its state, as optax.inject_hyperparams does, so it "
+            f"{label} keeps learning_rate in its state, as optax.inject_hyperparams does, so it "
             "would follow no schedule; give inject_hyperparams static_args='learning_rate', or "
             "leave it out."
         )
 
 
 def follows_rate(optimizer: OptimizerConfig, parameters: Parameters) -> bool:
-    """Whether the updates or the state depend on the learning rate that the run hands in: a user's
-    own optimizer may leave it aside for a schedule of its own."""
+    """Whether updates or state depend on the run's learning rate: a user's own optimizer may have a
+    schedule of its own instead."""
     if not isinstance(optimizer, OptaxConfig):
         return True
     update, (rate, state) = _own_update(optimizer, parameters)
     program = jax.make_jaxpr(update)(rate, state).jaxpr
-    reached = {program.invars[0]}
+    dependent = {program.invars[0]}  # variables that depend on the rate
     for operation in program.eqns:
-        if any(not isinstance(v, Literal) and v in reached for v in operation.invars):
-            reached.update(operation.outvars)
-    return any(not isinstance(v, Literal) and v in reached for v in program.outvars)
+        if any(not isinstance(v, Literal) and v in dependent for v in operation.invars):
+            dependent.update(operation.outvars)
+    return any(not isinstance(v, Literal) and v in dependent for v in program.outvars)
 
 
 def _own_update(
     optimizer: OptaxConfig, parameters: Parameters
 ) -> tuple[Callable[[Any, Any], tuple[Any, Any]], tuple[Any, Any]]:
-    """A function from a rate and a state to the updates and the next state, for gradients and
-    parameters of zeros; and its arguments as shapes."""
+    """Make a function from rate and state to updates and next state, with zeros for gradients and
+    parameters; return it with its abstract arguments."""
     params = parameters.abstract
 
     def init(params: Any) -> Any:
@@ -372,75 +381,76 @@ def _own_update(
 
 
 def _is_like(tree: Any, params: Any) -> bool:
-    """Whether a tree has the parameters' structure and shapes."""
+    """Whether a tree has the structure and shapes of the parameters."""
     return jax.tree.map(np.shape, tree) == jax.tree.map(np.shape, params)
 
 
-def _check_state(whose: str, before: Any, after: Any) -> None:
-    """Check an optimizer's abstract state before and after an update."""
-    types, later = leaf_types(before), leaf_types(after)
+def _check_state(label: str, before: Any, after: Any) -> None:
+    """Check that an optimizer's abstract state can be saved, and that an update keeps its types."""
+    types, types_after = leaf_types(before), leaf_types(after)
     for name, leaf in zip(types, jax.tree.leaves(before), strict=True):
         is_real = not jnp.issubdtype(leaf.dtype, jax.dtypes.extended) and leaf.dtype.kind != "c"
         if not is_real or not leaf.size:
             raise ValueError(
-                f"{whose} has a state that cannot be saved: {name} is {types[name]}; keep arrays "
+                f"{label} has a state that cannot be saved: {name} is {types[name]}; keep arrays "
                 "of real numbers with an element or more (a PRNG key as jax.random.key_data(key))."
             )
-    other = [name for name in types | later if types.get(name) != later.get(name)]
-    if not other and jax.tree.structure(before) == jax.tree.structure(after):
+    names = types | types_after
+    changed = [name for name in names if types.get(name) != types_after.get(name)]
+    if not changed and jax.tree.structure(before) == jax.tree.structure(after):
         return
     what = "its containers are others after"
-    if other:
-        a, b = (some.get(other[0], "absent") for some in (types, later))
-        what = f"{other[0]} is {a} before and {b} after"
+    if changed:
+        a, b = (some.get(changed[0], "absent") for some in (types, types_after))
+        what = f"{changed[0]} is {a} before and {b} after"
     raise ValueError(
-        f"{whose} changes the type of its state in update: {what}. Return what init makes, and "
+        f"{label} changes the type of its state in update: {what}. Return what init makes, and "
         "cast it back, as by x.astype(old.dtype)."
     )
 
 
 def _check_requests(
-    whose: str, requests: Sequence[GradientRequest], opt_state: Any, params: Any
+    label: str, requests: Sequence[GradientRequest], opt_state: Any, params: Any
 ) -> None:
-    """Check what the functions of an optimizer's requests make of its abstract state."""
+    """Check the results of the functions in an optimizer's requests, on its abstract state."""
     for request in requests:
         at, due = request.at, request.due
         if callable(at) and not _is_like(jax.eval_shape(at, opt_state, params), params):
             raise ValueError(
-                f"{whose} requests {request.name} at a tree of another structure or shape than the "
+                f"{label} requests {request.name} at a tree of another structure or shape than the "
                 "parameters."
             )
-        kind = None if due is None else jax.eval_shape(due, opt_state)
-        if kind is not None and (np.shape(kind), jnp.result_type(kind)) != ((), bool):
+        result = None if due is None else jax.eval_shape(due, opt_state)
+        if result is not None and (np.shape(result), jnp.result_type(result)) != ((), bool):
             raise ValueError(
-                f"{whose} requests {request.name} with a `due` that returns {kind}; it must "
+                f"{label} requests {request.name} with a `due` that returns {result}; it must "
                 "return a bool []."
             )
 
 
 def _options(optimizer: OptimizerConfig, *without: str) -> dict[str, Any]:
-    """The fields of a config that are arguments of the same name and values."""
-    made = {"learning_rate", "momentum_kernel", "weight_update"}
-    names = {f.name for f in dataclasses.fields(optimizer)} - {*made, *without}
+    """Fields of a config that an optimizer takes as arguments of the same names."""
+    separate = {"learning_rate", "momentum_kernel", "weight_update"}
+    names = {f.name for f in dataclasses.fields(optimizer)} - {*separate, *without}
     return {name: getattr(optimizer, name) for name in names}
 
 
 def opt_state_shardings(optimizer: OptimizerConfig, parameters: Parameters, opt_state: Any) -> Any:
     """NamedShardings of an (abstract) optimizer state.
 
-    An array of the state takes its parameter's sharding; only SOAP's bases lie with the devices
-    that own their matrices.
+    An array of the state has the sharding of its parameter, except SOAP's bases, which are on the
+    devices that own their matrices.
     """
-    like, mesh = like_params(opt_state, parameters.sharded), parameters.mesh
+    shardings, mesh = like_params(opt_state, parameters.sharded), parameters.mesh
     if not isinstance(optimizer, SoapConfig) or mesh.size == 1:
-        return like
-    own = soap_shardings(opt_state, mesh, parameters.specs)
-    return jax.tree.map(lambda a, b: a if b is None else b, like, own)
+        return shardings
+    bases = soap_shardings(opt_state, mesh, parameters.specs)
+    return jax.tree.map(lambda a, b: a if b is None else b, shardings, bases)
 
 
 def make_schedule(config: TrainConfig) -> optax.Schedule:
-    """The learning rate's shape in [0, 1] as a function of the step: a linear warmup from 0, then
-    the schedule's decay to its `final_fraction`, which stays."""
+    """The learning rate over its peak, in [0, 1], as a function of the step: a linear warmup from
+    0, then the decay to `final_fraction`, which holds from `decay_steps` on."""
     schedule, final = config.schedule, config.schedule.final_fraction
     steps = max(config.decay_steps - schedule.warmup_steps, 1)
     match schedule.decay:
@@ -451,28 +461,28 @@ def make_schedule(config: TrainConfig) -> optax.Schedule:
         case "exponential":
             decay = _exponential_decay(steps, final)
         case "wsd":  # warmup, stable, decay (arXiv 2404.06395)
-            falling = round(schedule.wsd_decay_fraction * config.decay_steps)
-            falling = min(max(falling, 1), steps)
-            decay = optax.linear_schedule(1.0, final, falling, transition_begin=steps - falling)
+            length = round(schedule.wsd_decay_fraction * config.decay_steps)
+            length = min(max(length, 1), steps)
+            decay = optax.linear_schedule(1.0, final, length, transition_begin=steps - length)
     warmup = optax.linear_schedule(0.0, 1.0, schedule.warmup_steps)
     shape = optax.join_schedules([warmup, decay], [schedule.warmup_steps])
-    # An int32 step would make the fractions float32, also where the run is in float64.
+    # From an int32 step optax makes float32, also in a run in float64.
     return lambda step: shape(jnp.asarray(step, float))
 
 
 def _exponential_decay(steps: int, final: float) -> optax.Schedule:
-    """0.9^(100 progress), the official MARS code's `exp`; at the end it is 2.7e-5 above `final`."""
+    """The schedule `exp` of the official MARS code, 0.9^(100 progress), which at the last step is
+    2.7e-5 above `final`."""
 
     def decay(step: jax.typing.ArrayLike) -> jax.Array:
-        falling = 0.9 ** (100 * jnp.asarray(step) / steps)
-        return final + (1 - final) * jnp.where(jnp.asarray(step) > steps, 0.0, falling)
+        factor = 0.9 ** (100 * jnp.asarray(step) / steps)
+        return final + (1 - final) * jnp.where(jnp.asarray(step) > steps, 0.0, factor)
 
     return decay
 
 
-# --- the components of the model that metrics tell apart -----------------------------------------
 def learning_rate_scales(optimizer: OptimizerConfig, parameters: Parameters) -> dict[str, float]:
-    """The learning rate of each component that has its own, as a multiple of the run's."""
+    """The learning rate of each component of the model as a multiple of the run's, where not 1."""
     components = jax.tree.leaves(parameters.components)
     rules = dict(zip(components, jax.tree.leaves(update_rules(optimizer, parameters)), strict=True))
     scales = {

@@ -1,7 +1,9 @@
-"""What a run reports of its steps: their metrics, one step late, and the steps that were skipped.
+"""Reports of training steps: metrics, one step late, and skipped steps.
 
 The metrics of step t - 1 are fetched after step t was dispatched, so that the device never waits. A
-step that is not due for a line costs the loop one number from the device: whether it was skipped.
+step that is not due for a line of metrics costs the loop one number from the device: whether the
+step was skipped. Rates count the time in steps and in waits for data since the last line, without
+evaluations and checkpoints.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ class DivergedError(ValueError):
     """More steps in a row were skipped than the config allows."""
 
     def __init__(self, reason: str, advice: str) -> None:
-        """`reason` says which step was skipped and why, `advice` how to continue the run."""
+        """`reason` names the skipped step and the cause, `advice` a way to continue the run."""
         super().__init__(f"{reason} {advice}")
         self.reason = reason
 
 
 class StepReporter:
-    """Takes the metrics of each step, and writes those that are due to the run's files."""
+    """Takes the metrics of each step, and writes lines that are due to the run's sinks."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -40,24 +42,24 @@ class StepReporter:
         peak = peak_flops(mesh.devices.flat[0].device_kind)
         self._peak = None if peak is None else peak * mesh.size
         self.is_skipping = False
-        """Whether the update of the last step reported was not applied."""
-        self._before: dict[str, float] | None = None  # seconds at the last line, by activity
-        self._steps = -1
-        self._clipped: list[Any] = []  # of each step since the last line, still on the device
+        """Whether the last reported step was skipped."""
+        self._seconds: dict[str, float] | None = None  # by activity, at the last line
+        self._num_steps = -1  # since the last line; the first step, which compiles, has no rate
+        self._clipped: list[Any] = []  # `train/grad_clipped` since the last line, on the device
         self._rate_scales = learning_rate_scales(run.config.optimizer, run.train_step.parameters)
 
     def add(self, step: int, metrics: Any) -> None:
-        """Report the step before and keep this one."""
+        """Report the step before, and hold the metrics of this one back."""
         self.flush()
         self._pending = (step, metrics)
-        if self._before is None:
+        if self._seconds is None:
             jax.block_until_ready(metrics)
-            self._before = self._run.clock.seconds
-            seconds = sum(self._before.values()) - self._before.get("evaluation", 0.0)
-            self._run.writer.write(step, {"perf/time_to_first_step": seconds})
+            self._seconds = self._run.clock.seconds
+            seconds = sum(self._seconds.values()) - self._seconds.get("evaluation", 0.0)
+            self._run.sinks.write(step, {"perf/time_to_first_step": seconds})
 
     def flush(self) -> None:
-        """Report the step that is kept, if there is one."""
+        """Report the step whose metrics are held back, if any."""
         if self._pending is None:
             return
         (step, metrics), self._pending = self._pending, None
@@ -65,63 +67,65 @@ class StepReporter:
         metrics = dict(metrics)
         if "train/grad_clipped" in metrics:
             self._clipped.append(metrics.pop("train/grad_clipped"))
-        consecutive_skips = metrics.pop("train/consecutive_skips").item()  # waits for the step
+        # `item` waits until the device has finished this step; the next one is running already.
+        consecutive_skips = metrics.pop("train/consecutive_skips").item()
         reason = metrics.pop("train/skip_reason")
         self.is_skipping = consecutive_skips > 0
-        self._steps += 1
+        self._num_steps += 1
         due = step == 1 or step % run.config.log.every == 0 or step == num_steps
         if not due and not consecutive_skips:
             return
         values = self._numbers(metrics) | self._examples(step)
         if consecutive_skips:
-            self._skipped(step, values, consecutive_skips, reason.item())
+            self._report_skip(step, values, consecutive_skips, reason.item())
         values |= self._rates(step)
-        run.writer.write(step, values)
+        run.sinks.write(step, values)
 
     def _numbers(self, metrics: dict[str, Any]) -> dict[str, float]:
-        """What a step measured, and what follows from it, as numbers."""
+        """The metrics of a step as numbers, with those derived from them."""
         fetched = jax.device_get(metrics)
         norms = named_norms(fetched, self._run.train_step.parameters)
         values = norms | {name: value.item() for name, value in fetched.items() if not value.ndim}
-        for part, scale in self._rate_scales.items():
-            values[f"train/learning_rate/{part}"] = scale * values["train/learning_rate"]
+        for component, scale in self._rate_scales.items():
+            values[f"train/learning_rate/{component}"] = scale * values["train/learning_rate"]
         if self._clipped:
             values["train/grad_clip_fraction"] = float(np.mean(jax.device_get(self._clipped)))
             self._clipped.clear()
         return values
 
     def _examples(self, step: int) -> dict[str, int]:
-        """Which examples of `maxmars.data.examples` a step read."""
+        """The examples that a step read, as `maxmars.data.examples` numbers them."""
         batch_size = self._run.config.global_batch_size
-        later = self._run.step - step + 1  # batches taken since the one before
-        first = self._run.batches.position - later * batch_size
+        num_batches = self._run.step - step + 1  # of this step and the later ones
+        first = self._run.batches.position - num_batches * batch_size
         return {"train/first_example": first, "train/num_examples": batch_size}
 
     def _rates(self, step: int) -> dict[str, float]:
-        """Of the steps since the last line, and their waits for data: nothing else counts."""
-        if self._before is None or self._steps < 1:
+        """Rates over the steps since the last line; empty if there are none."""
+        if self._seconds is None or self._num_steps < 1:
             return {}
         now = self._run.clock.seconds
-        waited, stepped = (
-            (now.get(name, 0.0) - self._before.get(name, 0.0)) / self._steps
+        data_wait_s, compute_s = (
+            (now.get(name, 0.0) - self._seconds.get(name, 0.0)) / self._num_steps
             for name in ("data_wait", "steps")
         )
-        tokens_per_sec = self._run.config.tokens_per_step / (stepped + waited)
+        step_s = compute_s + data_wait_s
+        tokens_per_sec = self._run.config.tokens_per_step / step_s
         rates = {
             "perf/tokens_per_sec": tokens_per_sec,
-            "perf/step_time": stepped + waited,
-            "perf/data_wait": waited,
+            "perf/step_time": step_s,
+            "perf/data_wait": data_wait_s,
             "perf/goodput": shares(run_seconds(self._run.journal.sessions(step)))["steps"],
         }
         if self._peak is not None:
             rates["perf/mfu"] = tokens_per_sec * self._flops / self._peak
-        self._before, self._steps = now, 0
+        self._seconds, self._num_steps = now, 0
         return rates
 
-    def _skipped(
+    def _report_skip(
         self, step: int, values: dict[str, float], consecutive_skips: int, reason: int
     ) -> None:
-        """Report a skipped step.
+        """Print a skipped step, or end the run.
 
         Raises:
           DivergedError: too many steps in a row were skipped.
@@ -136,12 +140,12 @@ class StepReporter:
         if consecutive_skips <= run.config.guard.max_consecutive_skips:
             run.progress.message(text)
             return
-        run.writer.write(step, values)
-        last = run.checkpointer.latest_step()
+        run.sinks.write(step, values)
+        latest = run.checkpointer.latest_step()
         lower_rate = "a lower optimizer.learning_rate or more schedule.warmup_steps"
-        stands, way_out = "There is no checkpoint yet", f"Start again with {lower_rate}"
-        if last is not None:
-            stands = f"The last checkpoint is of step {last}"
+        saved, way_out = "There is no checkpoint yet", f"Start again with {lower_rate}"
+        if latest is not None:
+            saved = f"The last checkpoint is of step {latest}"
             way_out = f"Continue with {lower_rate} (name them in --resume-overrides)"
         if reason == NO_TARGETS:
             way_out = (
@@ -163,5 +167,5 @@ class StepReporter:
         raise DivergedError(
             text,
             f"That makes {consecutive_skips} in a row, more than guard.max_consecutive_skips "
-            f"allows. {stands}. {way_out}.",
+            f"allows. {saved}. {way_out}.",
         )

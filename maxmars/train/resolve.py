@@ -1,8 +1,9 @@
-"""From the config that is requested to the one that runs, in which nothing is left to choose.
+"""From a requested config to a resolved one, in which no field is `auto` or None to be chosen.
 
 `train`, `plan`, `audit`, `compare` and the benchmarks call `resolve_config` before they train or
-compile. Before it a config is the requested one, after it the resolved one, which a run records,
-with what was `asked` of the fields that the run chose. `auto.py` has the rules of each choice.
+compile. A run records the resolved config, with the requested values of the chosen fields under
+`asked`. A run that continues on the same hardware takes its recorded choices, so that its bits stay
+the same; other choices follow from the rules in `auto.py`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from maxmars.train.step import abstract_train_state
 
 
 class Recorded(NamedTuple):
-    """What is recorded of a run so far: in a checkpoint, or where a session begins."""
+    """Records of the run so far, from a checkpoint or from the first line of a session."""
 
     config: TrainConfig
     environment: Mapping[str, Any]
@@ -37,13 +38,13 @@ class Recorded(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """A config in which nothing is left to choose, on its devices."""
+    """A resolved config on its devices."""
 
     config: TrainConfig
     parameters: Parameters
-    """Of its model, on the mesh."""
+    """Parameters of the model, on the mesh."""
     messages: tuple[str, ...]
-    """Each choice and its reason, in one line."""
+    """Each choice with its reason, in one line."""
 
 
 def resolve_config(
@@ -53,18 +54,18 @@ def resolve_config(
     recorded: Recorded | None = None,
     memory_bytes: int | None = None,
 ) -> Resolved:
-    """Choose precision, microbatches and rematerialisation, where they are not set.
+    """Choose precision, microbatches and rematerialisation where a config leaves them open.
 
     Args:
       requested: what to train.
-      parameters: of its model, on its devices, which may be absent.
-      recorded: the run so far, whose type of matrix products stays; its microbatches and
-        rematerialisation stay on the same mesh and kind of device.
-      memory_bytes: memory of a device that programs may use; None asks the devices.
+      parameters: parameters of the model, on the mesh, whose devices may be absent.
+      recorded: the run so far. Its compute dtype stays; its microbatches and rematerialisation stay
+        on the same mesh and kind of device.
+      memory_bytes: memory of a device that programs may use; None takes the devices' own.
 
     Raises:
-      ValueError: the mesh does not divide the model or the batch, or a device, the model and the
-        optimizer do not go together.
+      ValueError: the mesh does not divide the model or the batch; or devices, model and optimizer
+        do not fit together.
     """
     mesh, config, messages = parameters.mesh, requested, []
     state = abstract_train_state(config, parameters)
@@ -80,7 +81,8 @@ def resolve_config(
         both_gpt2 = isinstance(old, GPT2Config) and isinstance(new, GPT2Config)
         if both_gpt2 and new.compute_dtype == "auto":
             config = with_compute_dtype(config, old.compute_dtype)
-        is_same = is_same_place(recorded.environment, environment(mesh))
+        is_same = is_same_hardware(recorded.environment, environment(mesh))
+        # Another batch size may have no such microbatches.
         if is_same and before.global_batch_size == config.global_batch_size:
             if config.num_microbatches is None:
                 config = dataclasses.replace(config, num_microbatches=before.microbatches)
@@ -101,7 +103,6 @@ def resolve_config(
     return Resolved(config=config, parameters=parameters, messages=tuple(messages))
 
 
-def is_same_place(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Whether two results of `environment` have one mesh on the same kind of devices, so that a run
-    keeps what it chose there."""
+def is_same_hardware(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether two results of `environment` have the same mesh and kinds of devices."""
     return all(before.get(name) == now[name] for name in ("mesh", "device_kinds"))

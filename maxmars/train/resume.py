@@ -1,10 +1,9 @@
-"""How a run continues: which fields of its config may change, and what follows from a change.
+"""Rules for continuing a run: which fields of the config may change, and how.
 
-Some fields may change freely. The others define the run: they change only on purpose, by their
-names in `--resume-overrides`, and only while the checkpoint has the arrays that they need: the
-model keeps its size, and the optimizer its moments. Step, optimizer state and data go on where
-they were. The data position counts examples: another batch size repeats and skips none. The data
-are those of before by their digest, wherever they lie now (`check_data`).
+Some fields may change freely. The others define the run: they change only on purpose, by name in
+`--resume-overrides`, and only if the checkpoint has the arrays that they need: the model keeps its
+size, and the optimizer its moments. The position in the data counts examples, so that another batch
+size repeats and skips none. Data are compared by digest, not by path (`check_data`).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from maxmars.distributed.workdir import SOURCES
 from maxmars.model.attention import choose_attention
 from maxmars.model.gpt2 import blocks_at_once
 from maxmars.model.parameters import Parameters
-from maxmars.train.step import abstract_train_state, carried_over
+from maxmars.train.step import abstract_train_state, match_by_type
 
 _PATH_OF_DATA = re.compile(r"data(\.parts\.\d+)?\.(path|source)")
 _MAY_CHANGE = re.compile(
@@ -45,12 +44,11 @@ _MAY_CHANGE = re.compile(
 )
 
 
-def saved_run(checkpoints: epath.Path, overrides: Sequence[str]) -> Checkpoint | None:
-    """What the newest checkpoint says of itself; None where there is nothing to continue.
+def read_newest(checkpoints: epath.Path, overrides: Sequence[str]) -> Checkpoint | None:
+    """Read the metadata of the newest checkpoint; None if there are no checkpoints.
 
     Raises:
-      ValueError: there are checkpoints, but none can be read or continued; or there are none, but
-        overrides.
+      ValueError: none of the checkpoints can be read, or there are overrides and no checkpoints.
     """
     try:
         return read(checkpoints)
@@ -72,22 +70,25 @@ def continued_config(
     new_optimizer_state: bool = False,
     log: Callable[[str], None],
 ) -> TrainConfig:
-    """The config that a run continues with: the given one, on the schedule of the saved one.
+    """Check the config that a run is to continue with, and keep the end of the saved schedule.
 
     Args:
       saved: the newest checkpoint.
-      config: the config to continue with; it fits the mesh.
-      parameters: of its model, on the mesh to continue on.
+      config: config to continue with; it fits the mesh.
+      parameters: parameters of the model, on the mesh.
       overrides: dotted names of fields, or groups of fields, that change on purpose.
-      new_optimizer_state: the optimizer's state is made anew, so it need not fit.
+      new_optimizer_state: the run gets a new optimizer state, so the saved one need not fit.
       log: prints a message.
 
+    Returns:
+      `config`, with the decay steps of the saved schedule unless it sets its own.
+
     Raises:
-      ValueError: a field that defines the run differs and is not in `overrides`, `overrides` names
-        a field that does not exist, or the checkpoint's arrays would not fit.
+      ValueError: a field that defines the run differs and is not in `overrides`; `overrides` has an
+        unknown name; or the checkpoint's arrays do not fit.
     """
-    stored = saved.config
-    known = [name for some in (stored, config) for name in _names(to_dict(some))]
+    before = saved.config
+    known = [name for some in (before, config) for name in _names(to_dict(some))]
     for name in overrides:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
@@ -96,11 +97,11 @@ def continued_config(
                 f"{f' (did you mean {close[0]}?)' if close else ''}; name fields or their groups, "
                 "such as optimizer.learning_rate,schedule."
             )
-    # The data are compared by their digest (`check_data`), so their paths do not count; and `auto`
-    # keeps the type that the run began with.
+    # Data are compared by digest (`check_data`), so paths do not count. `auto` is no change of the
+    # compute dtype: `resolve_config` takes the recorded one.
     rows = [
         row
-        for row in differences(stored, config)
+        for row in differences(before, config)
         if not _may_change(row, config) and not _PATH_OF_DATA.fullmatch(row[0])
         if row[0] != "model.compute_dtype" or row[2] != "auto"
     ]
@@ -111,30 +112,31 @@ def continued_config(
         _check_changes(saved, rows, misfit, overrides)
         changes = (f"{name} from {old} to {new}" for name, old, new in rows)
         log(f"changed on purpose: {', '.join(changes)}")
-    end = fixed_schedule(stored).decay_steps
-    if end is not None and config.schedule.decay_steps is None and config.decay_steps != end:
+    steps = fixed_schedule(before).decay_steps
+    if steps is not None and config.schedule.decay_steps is None and config.decay_steps != steps:
         log(
             f"num_steps is now {config.num_steps}; the learning rate still follows the schedule "
-            f"over {end} steps (change it with --schedule.decay-steps)."
+            f"over {steps} steps (change it with --schedule.decay-steps)."
         )
-        schedule = dataclasses.replace(config.schedule, decay_steps=end)
+        schedule = dataclasses.replace(config.schedule, decay_steps=steps)
         asked = {"schedule.decay_steps": None}
         config = dataclasses.replace(config, schedule=schedule, asked=asked)
     return config
 
 
 def _may_change(row: tuple[str, Any, Any], config: TrainConfig) -> bool:
-    """Whether a field may change freely: a dotted name, with the values before and now."""
+    """Whether a field may change freely, by a row of `differences`: name, old value, new value."""
     name, *values = row
     if name == "model.attention" and getattr(config.model, "dropout", 0) and "plain" in values:
-        return False  # which drops weights of the attention, as no other does
+        return False  # only plain attention drops attention weights
     return _MAY_CHANGE.match(name) is not None
 
 
 def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
-    """The schedule of a run whose number of steps is about to change: its decay ends where it did.
+    """The schedule of a config with its decay steps written out, so that another number of steps
+    does not change them.
 
-    A run that ends within its warmup has not begun to decay, so its end may still move.
+    They stay open in a run that ends within its warmup: no step has decayed yet.
     """
     if config.decay_steps <= config.schedule.warmup_steps:
         return config.schedule
@@ -142,7 +144,7 @@ def fixed_schedule(config: TrainConfig) -> ScheduleConfig:
 
 
 def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
-    """What may change freely in a config and changes nothing but the rounding, by dotted name."""
+    """Fields of a config, by dotted name, whose change affects rounding alone."""
     model = config.model
     fields: dict[str, Any] = {"num_microbatches": config.microbatches, "model.remat": model.remat}
     if isinstance(model, GPT2Config):
@@ -153,7 +155,7 @@ def rounding_of(config: TrainConfig, platform: str | None) -> dict[str, Any]:
 
 
 def rounding_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """How two results of `rounding_of` differ, in words, by the fields that both have."""
+    """Differences in words between two results of `rounding_of`, in fields that both have."""
     return [
         f"{name} {value} -> {after[name]}"
         for name, value in before.items()
@@ -161,16 +163,15 @@ def rounding_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> lis
     ]
 
 
-def rounding_change(
+def rounding_message(
     saved: Checkpoint, config: TrainConfig, environment: Mapping[str, Any]
 ) -> str | None:
-    """How what the rounding depends on differs from before, in one line; None if it does not."""
-    stored = saved.config
+    """A message on changes that affect rounding, of mesh and config; None without changes."""
     changes = []
     if (old := saved.environment.get("mesh", {})) and old != (new := environment["mesh"]):
         meshes = (" ".join(f"{a}={n}" for a, n in shape.items()) for shape in (old, new))
         changes.append("mesh {} -> {}".format(*meshes))
-    before = rounding_of(stored, saved.environment.get("platform"))
+    before = rounding_of(saved.config, saved.environment.get("platform"))
     changes += rounding_changes(before, rounding_of(config, environment["platform"]))
     if not changes:
         return None
@@ -179,7 +180,7 @@ def rounding_change(
 
 
 def _names(value: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the fields and groups in a result of `to_dict`."""
+    """Dotted names of fields and groups of fields in a result of `to_dict`."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, child in items:
         if key != "type":
@@ -191,7 +192,7 @@ def _names(value: Any, prefix: str = "") -> Iterator[str]:
 def _misfit(
     saved: Checkpoint, config: TrainConfig, parameters: Parameters, *, new_optimizer_state: bool
 ) -> str | None:
-    """What of the checkpoint does not fit the config, in words; None if all does."""
+    """The reason why a checkpoint does not fit a config, in words; None if it fits."""
     state, before = abstract_train_state(config, parameters), saved.config.optimizer
 
     def first_misfit_of(*parts: str) -> str | None:
@@ -205,16 +206,18 @@ def _misfit(
     if misfit is not None or new_optimizer_state:
         return misfit
     if type(before) is not type(config.optimizer):
-        return "that is another optimizer"  # even if its arrays have the same shapes
+        return "that is another optimizer"  # even if all arrays agree in name and type
     if (misfit := misfit_of_kernels(before, config.optimizer)) is not None:
         return misfit
-    if isinstance(before, OptaxConfig):  # the code of before may be gone
+    if isinstance(before, OptaxConfig):  # its former code may be gone, so only types are compared
         return first_misfit_of("opt_state/", "prev_params/")
     stored = abstract_train_state(dataclasses.replace(config, optimizer=before), parameters)
-    kept = carried_over(stored.opt_state, state.opt_state)
-    names, new = leaf_paths({"opt_state": kept}), jax.tree.leaves(state.opt_state)
-    for name, leaf, own in zip(names, jax.tree.leaves(kept), new, strict=True):
-        if leaf is own and leaf.ndim:  # metrics and counts can begin anew, moments cannot
+    # A dry run of `step.restore_state`: leaves that it would not take from the checkpoint are those
+    # of `state` itself.
+    restored = match_by_type(stored.opt_state, state.opt_state)
+    names, fresh = leaf_paths({"opt_state": restored}), jax.tree.leaves(state.opt_state)
+    for name, leaf, new in zip(names, jax.tree.leaves(restored), fresh, strict=True):
+        if leaf is new and leaf.ndim:  # metrics and counts may begin at 0, moments may not
             return f"{name} is absent there"
     return None
 
@@ -225,7 +228,7 @@ def _check_changes(
     misfit: str | None,
     overrides: Sequence[str],
 ) -> None:
-    """Check that every change is on purpose, and that there is no `misfit`."""
+    """Check that `overrides` name every change, and that there is no `misfit`."""
     names = [name for name, _, _ in rows]
     refused = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in overrides)]
     if not refused and misfit is None:
@@ -255,19 +258,19 @@ def _check_changes(
 
 
 def misfit_of_kernels(there: OptimizerConfig, here: OptimizerConfig) -> str | None:
-    """How the buffers of two momentum kernels differ in meaning, whatever their types, in words;
-    None if they do not."""
+    """The reason why buffers of two momentum kernels differ in meaning, in words; None if they do
+    not. Their types may agree all the same."""
     kernels = [getattr(optimizer, "momentum_kernel", None) for optimizer in (there, here)]
     a, b = (kernel and (kernel.preset, kernel.decays, kernel.weights) for kernel in kernels)
     return None if a == b else "the optimizer's state is that of another momentum kernel"
 
 
 def first_misfit(there: Mapping[str, str], here: Mapping[str, str]) -> str | None:
-    """The first array whose type differs between two states, in words; None if there is none.
+    """The first array whose type differs between two states, in words; None if all types agree.
 
     Args:
-      there: types of the saved arrays by their paths; see `digest.leaf_types`.
-      here: types of the wanted arrays.
+      there: types of the saved arrays by path; see `digest.leaf_types`.
+      here: types of the wanted arrays by path.
     """
     for name in {**there, **here}:
         a, b = there.get(name, "absent"), here.get(name, "absent")
@@ -277,20 +280,20 @@ def first_misfit(there: Mapping[str, str], here: Mapping[str, str]) -> str | Non
 
 
 def check_data(saved: Checkpoint, digest: str, name: str = "") -> None:
-    """Check by their digest that the data are those that the run has read so far, or, with a name,
-    that a set of `eval.data` is the one that the run had by this name, if any.
+    """Compare the digest of the training data with the run's record; with a name, the digest of
+    this set of `eval.data`, if the run had it before.
 
     Raises:
-      ValueError: the data are others.
+      ValueError: the digests differ.
     """
-    recorded, workdir, here = saved.data_digest, saved.path.parent.parent, digest[:16]
-    did, way_out = "trained", f"with --init-from {workdir} and another --workdir"
+    recorded, workdir, use = saved.data_digest, saved.path.parent.parent, "trained"
+    way_out = f"with --init-from {workdir} and another --workdir"
     way_out = f"start a new run on these from its weights {way_out}"
     if name:
         recorded = {one.name: one.digest for one in saved.config.eval.data}.get(name) or digest
-        did, way_out = f"evaluated by the name {name}", "give these another name"
+        use, way_out = f"evaluated by the name {name}", "give these another name"
     if recorded != digest:
         raise ValueError(
-            f"{workdir} was {did} on other data: their digest is {str(recorded)[:16]}, and that "
-            f"of the data here is {here}. Continue with the data of before, or {way_out}."
+            f"{workdir} was {use} on other data: their digest is {str(recorded)[:16]}, and that of "
+            f"the data here is {digest[:16]}. Continue with the data of before, or {way_out}."
         )

@@ -1,8 +1,9 @@
-"""Opening a run: check, lock, restore, open the files that grow.
+"""Opening of a run: check, lock, restore, and open the files that grow.
 
-`open_run` shows the order. `_check` finds everything that can be wrong with config, data and
-workdir before anything is written. `_lock` takes the workdir and describes the run there.
-`_restore` reads or makes the state that it begins with.
+`open_run` calls the four. `_check` finds all errors of config, data and workdir before anything is
+written, so that a refused command leaves no trace. `_lock` locks the workdir and writes the files
+that describe the run. `_restore` reads or makes the first state. An exit stack closes everything in
+reverse order.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ from maxmars.train.journal import Journal
 from maxmars.train.metrics import validation_keys, validation_losses
 from maxmars.train.optimizer import describe_parameters, note_on_package, summarize_rules
 from maxmars.train.resolve import Recorded, resolve_config
-from maxmars.train.resume import check_data, continued_config, rounding_change, saved_run
+from maxmars.train.resume import check_data, continued_config, read_newest, rounding_message
 from maxmars.train.sinks import Sinks, check_trackers, open_sinks
 from maxmars.train.step import TrainState, TrainStep, abstract_train_state, saved_state
 from maxmars.train.training import Training, open_training
@@ -90,15 +91,15 @@ class Evaluation:
     name: str
     every: int
     metric: str
-    """A metric that every such evaluation records."""
+    """Key of a metric from this evaluation; if a step has it, the evaluation was made."""
     measure: Callable[[Any, Callable[[], None]], tuple[dict[str, float], str]]
-    """From the parameters to metrics, and to one line for people. The second argument is called
-    before each batch, and may end the evaluation by an exception."""
+    """Function from the parameters to metrics and a line of text. It calls its second argument
+    before each batch, which may raise to end the evaluation."""
 
 
 @dataclass(kw_only=True)
 class Run:
-    """A run that is open, and where it stands."""
+    """An open run: its parts, and its state at `step`."""
 
     workdir: epath.Path
     clock: Clock
@@ -111,7 +112,7 @@ class Run:
     checkpointer: Checkpointer
     verification: Verification
     journal: Journal
-    writer: Sinks
+    sinks: Sinks
 
     @property
     def config(self) -> TrainConfig:
@@ -125,21 +126,21 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class _Checked:
-    """A run in which nothing was found wrong, before anything is written."""
+    """Results of `_check`."""
 
     training: Training
     environment: Mapping[str, Any]
     evaluations: Sequence[Evaluation]
     files: Sequence[TokenFile]
-    """The files that training and evaluations read."""
+    """Token files of training and evaluations."""
     saved: Checkpoint | None
-    """What the run continues from; None for a new one."""
+    """Metadata of the newest checkpoint; None for a new run."""
     initial: Initial | None
-    """The weights that a new run starts from; None draws them at random."""
+    """Initial state from `--init-from`; None for random weights."""
     rewound: Rewound | None
-    """The line of the rewind that the run goes on from; None without one."""
+    """Rewind from which the run continues; None without one."""
     messages: Sequence[str]
-    """Lines about choices, to print once the log of this host is open."""
+    """Lines to print once the log of this host is open."""
 
 
 def open_run(
@@ -153,9 +154,9 @@ def open_run(
     stack: contextlib.ExitStack,
     quiet: bool = False,
 ) -> Run:
-    """Open a run to begin or to continue it; see `loop.train` for arguments and errors.
+    """Begin or continue a run; see `loop.train` for arguments and errors.
 
-    The open files, the lock and the threads are closed by `stack`.
+    `stack` closes files, lock and threads.
     """
     progress = stack.enter_context(Progress(quiet=quiet))
     with progress.waiting("opening the run"):
@@ -166,7 +167,8 @@ def open_run(
     training, may_write = checked.training, checkpointer.check_owner
     config = training.config
     step, tokens_before, journal_hash = 0, 0, None
-    if saved is not None:  # a step before may have had more or fewer tokens
+    if saved is not None:
+        # Tokens are counted from the checkpoint, as earlier steps may have had another batch size.
         step, tokens_before, journal_hash = saved.step, saved.tokens, saved.journal or ""
         state_digest = saved.digest
     else:
@@ -180,7 +182,7 @@ def open_run(
         may_write=may_write,
     )
     stack.enter_context(verification)
-    writer = open_sinks(
+    sinks = open_sinks(
         config,
         workdir,
         None if saved is None else step,
@@ -188,7 +190,7 @@ def open_run(
         progress=progress,
         may_write=may_write,
     )
-    stack.enter_context(writer)
+    stack.enter_context(sinks)
     began = Began(
         step=step,
         start=clock.start,
@@ -205,11 +207,12 @@ def open_run(
         clock,
         began,
         checkpoint=journal_hash,
-        prefix=lambda: writer.file.prefix,
+        prefix=lambda: sinks.file.prefix,
         may_write=may_write,
     )
     stack.enter_context(journal)
-    losses = validation_losses(writer.file.previous_lines, config.checkpoint.keep_best_of)
+    losses = validation_losses(sinks.file.previous_lines, config.checkpoint.keep_best_of)
+    # Every process chooses the checkpoints to keep, and only the primary has metrics.
     losses = processes.from_primary(list(losses.items()))
     checkpointer.evaluated(dict(losses))
     return Run(
@@ -224,7 +227,7 @@ def open_run(
         checkpointer=checkpointer,
         verification=verification,
         journal=journal,
-        writer=writer,
+        sinks=sinks,
     )
 
 
@@ -236,8 +239,9 @@ def _check(
     clock: Clock,
     progress: Progress,
 ) -> _Checked:
-    """Find everything that can be wrong before anything is written, and choose what was not set."""
-    requested = dataclasses.replace(with_own_defaults(requested), asked={})  # a record's may have
+    """Find all errors before anything is written, and resolve the config."""
+    # A config from a record may have `asked`: here its fields are requested themselves.
+    requested = dataclasses.replace(with_own_defaults(requested), asked={})
     check_agreement(requested, init_from, resume_overrides)
     if not is_remote(workdir) and workdir.exists() and not workdir.is_dir():
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
@@ -245,9 +249,9 @@ def _check(
     parameters, here = Parameters(requested.model, mesh), environment(mesh)
     check_memory(requested, mesh, abstract_train_state(requested, parameters))
     check_trackers(requested.log, workdir)
-    saved, rewound = saved_run(workdir / CHECKPOINTS, resume_overrides), None
+    saved, rewound = read_newest(workdir / CHECKPOINTS, resume_overrides), None
     if saved is not None:
-        rewound = _rewound(workdir, saved.step)
+        rewound = _read_rewind(workdir, saved.step)
         requested = continued_config(
             saved,
             requested,
@@ -262,7 +266,7 @@ def _check(
     resolved = resolve_config(requested, parameters, recorded=recorded)
     training = open_training(resolved)
     config, data = training.config, training.data
-    next(training.batches(prefetch=False))  # enough tokens, and readable?
+    next(training.batches(prefetch=False))  # raises for unreadable or too few tokens
     messages = []
     if (warmup := config.schedule.warmup_steps) > config.num_steps:
         messages.append(
@@ -283,8 +287,8 @@ def _check(
         messages.append("data.verify is off: files are not compared with their checksums")
     messages += resolved.messages
     messages += _slow_network(config, parameters)
-    if saved is not None and (change := rounding_change(saved, config, here)):
-        messages.append(change)
+    if saved is not None and (message := rounding_message(saved, config, here)):
+        messages.append(message)
     compile_cache.keep_beside(workdir, mesh.devices.flat[0].platform)
     config, validation = _open_validation(config, data, saved)
     if validation and "" not in validation:
@@ -311,11 +315,11 @@ def _check(
 def _open_validation(
     config: TrainConfig, data: DataSplit, saved: Checkpoint | None
 ) -> tuple[TrainConfig, dict[str, DataSplit]]:
-    """The config with the digests of its validation sets, and `open_validation` of it.
+    """Open the validation sets, and add their digests to the config.
 
     Raises:
       ValueError: `keep_best` has no loss to choose by.
-      See `open_validation` and `check_data`.
+      Other errors of `open_validation` and `check_data`.
     """
     sets, splits, checkpoint = config.eval.data, {}, config.checkpoint
     if config.eval.every is not None:
@@ -328,7 +332,7 @@ def _open_validation(
                 "checkpoint.keep_best_of."
             )
     digests = {} if saved is None else {one.name: one.digest for one in saved.config.eval.data}
-    for name in splits and [one.name for one in sets]:
+    for name in splits and [one.name for one in sets]:  # none is open without `eval.every`
         digests[name] = digest = processes.text_from_primary(splits[name].digest) or ""
         if saved is not None:
             check_data(saved, digest, name)
@@ -337,28 +341,28 @@ def _open_validation(
     return dataclasses.replace(config, eval=evaluation), splits
 
 
-def _rewound(workdir: epath.Path, step: int) -> Rewound | None:
-    """`rewound_to` by the journal, which process 0 reads."""
+def _read_rewind(workdir: epath.Path, step: int) -> Rewound | None:
+    """The rewind from which a run at `step` continues; process 0 reads it for all processes."""
 
-    def read() -> str:
+    def rewind_text() -> str:
         rewound = rewound_to(read_journal(workdir), step)
         return "null" if rewound is None else rewound.text
 
-    values = json.loads(processes.text_from_primary(read) or "null")
+    values = json.loads(processes.text_from_primary(rewind_text) or "null")
     line = None if values is None else line_of(values)
     assert line is None or isinstance(line, Rewound)
     return line
 
 
 def _check_begins_at_random(workdir: epath.Path) -> None:
-    """Refuse to begin a run at random whose last start began from other weights, and saved nothing;
-    process 0 reads that from the journal, and every process raises."""
+    """Refuse random weights if the run's last start had `--init-from` and saved nothing. Process 0
+    reads the journal, and every process raises."""
 
     def check() -> None:
-        started = session_starts(read_journal(workdir))
-        if started and started[-1].init_from is not None:
+        began = session_starts(read_journal(workdir))
+        if began and began[-1].init_from is not None:
             raise ValueError(
-                f"the run in {workdir} was to start from {started[-1].init_from['path']} and has "
+                f"the run in {workdir} was to start from {began[-1].init_from['path']} and has "
                 "saved nothing yet: give the same --init-from again, or choose another --workdir."
             )
 
@@ -366,7 +370,7 @@ def _check_begins_at_random(workdir: epath.Path) -> None:
 
 
 def _slow_network(config: TrainConfig, parameters: Parameters) -> list[str]:
-    """The warning of a mesh on GPUs that slows the run down, if there is one."""
+    """`slow_network_warning` for a mesh of GPUs, as a list of at most one."""
     mesh = parameters.mesh
     device = mesh.devices.flat[0]
     if device.platform != "gpu":
@@ -384,7 +388,7 @@ def _slow_network(config: TrainConfig, parameters: Parameters) -> list[str]:
 def _lock(
     checked: _Checked, workdir: epath.Path, progress: Progress, stack: contextlib.ExitStack
 ) -> Checkpointer:
-    """Take the workdir, so that no other run writes there, and describe this run in it."""
+    """Lock the workdir against other runs, and write the files that describe this run."""
     training, log = checked.training, progress.message
     config, mesh, parameters = training.config, training.mesh, training.step.parameters
     data = training.data.describe() | {"digest": training.data_digest}
@@ -429,16 +433,19 @@ def _lock(
 def _restore(
     checked: _Checked, checkpointer: Checkpointer, log: Callable[[str], None]
 ) -> tuple[Checkpoint | None, TrainState, int]:
-    """The newest sound checkpoint, if there is one, the state to go on from, and its example.
+    """Restore the newest undamaged checkpoint, or make the state of a new run.
+
+    Returns:
+      The checkpoint (None for a new run), the state, and the position in the data.
 
     Raises:
-      ValueError: no checkpoint is sound.
+      ValueError: all checkpoints are damaged.
     """
     training, rewound = checked.training, checked.rewound
     if checked.saved is None and checked.initial is not None:
-        start = checked.initial.origin
-        taken = "weights and optimizer state" if start["optimizer_state"] else "weights"
-        log(f"starting from the {taken} of {start['weights']}")
+        origin = checked.initial.origin
+        what = "weights and optimizer state" if origin["optimizer_state"] else "weights"
+        log(f"starting from the {what} of {origin['weights']}")
         return None, checked.initial.state, 0
     if checked.saved is None:
         return None, training.new_state(), 0
@@ -446,7 +453,8 @@ def _restore(
     restored = training.restore(
         functools.partial(
             checkpointer.restore,
-            step=None if rewound is None else rewound.step,  # no older one, if it is damaged
+            # After a rewind, no older checkpoint may stand in for a damaged one.
+            step=None if rewound is None else rewound.step,
             whole=not is_new,
         ),
         skip_examples=0 if rewound is None else rewound.skip_examples,
@@ -464,21 +472,48 @@ def _restore(
 def make_evaluations(
     config: TrainConfig,
     mesh: Mesh,
-    tokens: DataSplit,
+    data: DataSplit,
     validation: Mapping[str, DataSplit],
     log: Callable[[str], None],
 ) -> Iterator[Evaluation]:
-    """The evaluations that the config asks for: validation losses, HellaSwag, the user's own.
+    """The evaluations of a config: validation losses, HellaSwag, the user's own.
 
-    `tokens`, of training, have the tokenizer that all take. `log` is told if some of `validation`,
-    by name, have fewer windows than the config asks for.
+    Args:
+      config: the resolved config.
+      mesh: devices of the run.
+      data: training tokens, whose tokenizer all evaluations use.
+      validation: validation sets by name; the one named "" is of the training data.
+      log: gets a line for each set with fewer windows than `eval.num_windows`.
 
     Raises:
       ValueError, FileNotFoundError, ImportError: see `HellaSwagInLoop` and `OwnEvaluation`.
     """
     if config.eval.every is not None:
-        eval_step = make_eval_step(config.model, mesh, bytes_of_data(tokens.vocabulary, log))
-        is_checked = not isinstance(config.model, ModuleConfig)
+        eval_step = make_eval_step(config.model, mesh, bytes_of_data(data.vocabulary, log))
+        is_causal = not isinstance(config.model, ModuleConfig)  # else the first evaluation checks
+
+        def measure_loss(
+            batches: ValidationBatches,
+            keys: tuple[str, str],
+            of: str,
+            params: Any,
+            before_batch: Callable[[], None],
+        ) -> tuple[dict[str, float], str]:
+            nonlocal is_causal
+            if not is_causal:
+                before_batch()
+                if sees_later_tokens(eval_step, mesh, params, next(iter(batches))):
+                    assert isinstance(config.model, ModuleConfig)
+                    raise ValueError(
+                        f"model.make={config.model.make!r}: the loss of a token depends on tokens "
+                        "after it, which it is to predict; mask them, in attention and elsewhere."
+                    )
+                is_causal = True
+            result = validation_loss(eval_step, mesh, params, batches, before_batch)
+            values = zip(keys, (result.loss, result.bits_per_byte), strict=True)
+            metrics = {key: value for key, value in values if value is not None}
+            return metrics, f"validation loss{of} {result}"
+
         for name, split in validation.items():
             of, keys = f" of {name}" if name else "", validation_keys(name)
             batches = ValidationBatches(
@@ -492,46 +527,22 @@ def make_evaluations(
                     f"the validation split{of} has {batches.num_windows} windows, fewer than "
                     f"eval.num_windows={config.eval.num_windows}; all are scored."
                 )
-
-            def measure_loss(
-                params: Any,
-                before_batch: Callable[[], None],
-                batches: ValidationBatches = batches,
-                keys: tuple[str, str] = keys,
-                of: str = of,
-            ) -> tuple[dict[str, float], str]:
-                nonlocal is_checked
-                if not is_checked:
-                    before_batch()
-                    if sees_later_tokens(eval_step, mesh, params, next(iter(batches))):
-                        assert isinstance(config.model, ModuleConfig)
-                        raise ValueError(
-                            f"model.make={config.model.make!r}: the loss of a token depends on "
-                            "tokens after it, which it is to predict; mask them, in attention and "
-                            "elsewhere."
-                        )
-                    is_checked = True
-                result = validation_loss(eval_step, mesh, params, batches, before_batch)
-                found = zip(keys, (result.loss, result.bits_per_byte), strict=True)
-                metrics = {key: value for key, value in found if value is not None}
-                return metrics, f"validation loss{of} {result}"
-
             yield Evaluation(
                 name=f"validation{of}",
                 every=config.eval.every,
                 metric=keys[0],
-                measure=measure_loss,
+                measure=functools.partial(measure_loss, batches, keys, of),
             )
     if config.eval.hellaswag_every is not None:
         yield Evaluation(
             name="HellaSwag",
             every=config.eval.hellaswag_every,
             metric="eval/hellaswag_acc_norm",
-            measure=HellaSwagInLoop(config, mesh, tokens),
+            measure=HellaSwagInLoop(config, mesh, data),
         )
     if config.eval.every is not None:
         for source in config.eval.own or ():
-            own = OwnInLoop(source, config, mesh, tokens)
+            own = OwnInLoop(source, config, mesh, data)
             yield Evaluation(
                 name=own.name, every=config.eval.every, metric=own.time_metric, measure=own
             )

@@ -1,6 +1,9 @@
-"""Where the metrics of a run go: `metrics.jsonl`, the terminal, TensorBoard, Weights & Biases.
+"""Sinks of a run's metrics: `metrics.jsonl`, the terminal, TensorBoard, Weights & Biases.
 
-TensorBoard and W&B are extras, and are imported only where a config asks for them.
+A run writes each line once, to `Sinks`, which hands it to all. `metrics.jsonl` comes first: a run
+continues by it, and a fault there ends the run. TensorBoard and W&B are extras, imported only where
+a config asks for them, and a fault of theirs is logged once (`Foreign`). All write in the primary
+process only.
 """
 
 from __future__ import annotations
@@ -37,27 +40,27 @@ from maxmars.train.metrics import read_metrics
 
 
 class Sink:
-    """One place that takes the metrics of a run."""
+    """Base class of sinks."""
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take the metrics of one line, those of the given step: numbers, or arrays of one
-        element."""
+        """Write a line of metrics of a step; values are numbers or arrays of one element."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Have all lines where a kill does not reach them."""
+        """Make all lines so far safe from a kill of the process."""
 
     def close(self) -> None:
-        """Hand over the rest of the lines; nothing is written afterwards."""
+        """Write the rest; no `write` follows."""
 
 
 class Sinks(contextlib.AbstractContextManager["Sinks"]):
-    """All sinks of a run; each takes every line.
+    """All sinks of a run; each gets every line.
 
     Args:
-      file: the first of them, by which a run continues.
-      others: the rest.
-      tokens: from a step to the tokens that the run has trained on after it, which each line has.
+      file: the sink by which a run continues; it is written first.
+      others: further sinks.
+      tokens: function from a step to the tokens trained on up to it, the metric `tokens` of each
+        line.
     """
 
     def __init__(
@@ -79,10 +82,10 @@ class Sinks(contextlib.AbstractContextManager["Sinks"]):
 
 
 class MetricsFile(Sink):
-    """`<workdir>/metrics.jsonl`: one JSON object a line, with `step` and metrics.
+    """The file `<workdir>/metrics.jsonl`: one JSON object a line, with `step` and metrics.
 
     Non-finite values are the strings "NaN", "Infinity" and "-Infinity": valid JSON, which `float()`
-    reads back. Only the primary process writes.
+    parses. Only the primary process writes.
     """
 
     def __init__(
@@ -92,19 +95,18 @@ class MetricsFile(Sink):
         *,
         may_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open the file of a run that continues after `resume_step` steps; None of a new run.
+        """Open the file of a run that continues after `resume_step` steps; None for a new run.
 
-        Lines of later steps, which the run is about to write again, are dropped; of a new run all
-        are, which a start left that saved nothing.
-        For `may_write` see `files.LineFile`.
+        Lines of later steps are removed, as the run makes these steps again. A new run removes all
+        lines: they are of a start that saved nothing. For `may_write` see `files.LineFile`.
         """
         self._lines: LineFile | None = None
         self.previous_lines: list[dict[str, Any]] = []
-        """The lines that were there, in the primary process."""
-        self.last: dict[str, tuple[int, Any]] = {}
-        """Step and value of the newest line with each key, in the primary process."""
+        """Lines of earlier sessions; like the next two, only in the primary process."""
+        self.latest: dict[str, tuple[int, Any]] = {}
+        """Step and value of the newest line with each key."""
         self.prefix = PrefixHash()
-        """Of all lines, in the primary process."""
+        """Number and hash of all lines."""
         if processes.is_primary():
             path = workdir / METRICS
             lines = [] if resume_step is None else read_metrics(workdir)
@@ -117,7 +119,7 @@ class MetricsFile(Sink):
 
     def _add(self, line: Mapping[str, Any]) -> None:
         self.prefix = self.prefix.after(line)
-        self.last |= {key: (line["step"], value) for key, value in line.items()}
+        self.latest |= {key: (line["step"], value) for key, value in line.items()}
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self._lines is not None:
@@ -135,10 +137,15 @@ class MetricsFile(Sink):
 
 
 class Terminal(Sink):
-    """A line of each training step on the terminal, and in the log of this host."""
+    """The live line of the terminal, of which some lines stay, also in the log of this host.
+
+    Args:
+      progress: prints the lines.
+      num_steps: number of steps of the run.
+      every: the run writes a line every so many steps.
+    """
 
     def __init__(self, progress: Progress, num_steps: int, every: int) -> None:
-        """Print the metrics of a run, which writes a line in `every` steps."""
         self._progress, self._num_steps, self._every = progress, num_steps, every
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -153,15 +160,15 @@ class Terminal(Sink):
             line += f"  {short(metrics['perf/tokens_per_sec'])} tok/s"
         if "perf/mfu" in metrics:
             line += f"  MFU {metrics['perf/mfu']:.1%}"
-        # About 100 lines of a run stay in the terminal, more at its start.
+        # About 100 lines of a run stay on the terminal, more at its start.
         stride = self._every * math.ceil(num_steps / (100 * self._every))
         keep = step % stride == 0 or step == num_steps or str(step).rstrip("0") in ("1", "2", "5")
         self._progress.update(line, step, num_steps, keep=keep)
 
 
 class Foreign(Sink):
-    """A sink of a library or service, which may fail in any way: the first failure is logged, and
-    the run goes on without it."""
+    """Wrapper of a sink of a library or service, which may fail in any way: the first failure is
+    logged, and drops the sink."""
 
     def __init__(self, name: str, make: Callable[[], Sink], log: Callable[[str], None]) -> None:
         self._name, self._log = name, log
@@ -191,11 +198,11 @@ class Foreign(Sink):
 
 
 def check_trackers(log: LogConfig, workdir: epath.Path) -> None:
-    """Check that the trackers of a config can be used, before a workdir is begun.
+    """Check packages and login of TensorBoard and W&B, before anything is written.
 
     Raises:
       ImportError: a package is not installed.
-      ValueError: W&B does not know the user, or would write its files into a bucket.
+      ValueError: W&B has no login, or would write files into a bucket.
     """
     mode = _wandb_mode(log)
     wanted = []
@@ -205,7 +212,8 @@ def check_trackers(log: LogConfig, workdir: epath.Path) -> None:
         wanted.append(("wandb", f"log.wandb={log.wandb}", "wandb"))
     for package, option, extra in wanted:
         spec = importlib.util.find_spec(package)
-        if spec is None or spec.origin is None:  # W&B leaves folders of its name
+        # W&B leaves folders named `wandb`, which Python takes for packages without an origin.
+        if spec is None or spec.origin is None:
             raise ImportError(
                 f"{option} needs the package {package}: {pip_install(extra)}, or leave it out."
             )
@@ -233,10 +241,10 @@ def open_sinks(
     progress: Progress,
     may_write: Callable[[], None] = lambda: None,
 ) -> Sinks:
-    """Open the sinks of a run that continues after `resume_step` steps, None of a new run.
+    """Open the sinks of a run that continues after `resume_step` steps; None for a new run.
 
-    TensorBoard's files go to `<workdir>/tensorboard`, W&B's to `<workdir>/wandb`, from the primary
-    process. For the other arguments see `Sinks`, `Terminal` and `MetricsFile`.
+    TensorBoard writes to `<workdir>/tensorboard`, W&B to `<workdir>/wandb`. For the other arguments
+    see `Sinks`, `Terminal` and `MetricsFile`.
     """
     log, mode = progress.message, _wandb_mode(config.log)
     file = MetricsFile(workdir, resume_step, may_write=may_write)
@@ -245,24 +253,24 @@ def open_sinks(
         directory = workdir / "tensorboard"
         sinks.append(Foreign("TensorBoard", lambda: _TensorBoard(directory, resume_step), log))
     if mode is not None and processes.is_primary():
-        again = resume_step is not None
+        resumes = resume_step is not None
         sinks.append(
-            Foreign("W&B", lambda: _WeightsAndBiases(config, workdir, again, mode, log), log)
+            Foreign("W&B", lambda: _WeightsAndBiases(config, workdir, resumes, mode, log), log)
         )
     return Sinks(file, sinks, tokens)
 
 
 class _TensorBoard(Sink):
-    """An event file for each start of a run; TensorBoard joins the files of a directory."""
+    """Event files of TensorBoard, one for each start of a run; TensorBoard joins them."""
 
     def __init__(self, directory: epath.Path, resume_step: int | None) -> None:
         from tensorboardX import SummaryWriter
 
         self._writer = SummaryWriter(
             os.fspath(directory),
-            # TensorBoard then forgets the steps of earlier starts that are made again.
+            # TensorBoard then hides these steps of earlier starts, which the run makes again.
             purge_step=0 if resume_step is None else resume_step + 1,
-            # Two starts may fall into one second, by which the file is named.
+            # The file's name has the time in seconds, and two starts may be within one.
             filename_suffix=f".{resume_step or 0:09d}.{secrets.token_hex(2)}",
         )
 
@@ -278,28 +286,28 @@ class _TensorBoard(Sink):
 
 
 class _WeightsAndBiases(Sink):
-    """A run of W&B, the same for all starts of ours until `maxmars rewind` sets its id aside.
+    """A run of W&B: one for all starts of our run, until `maxmars rewind` sets its id aside.
 
-    Its charts are drawn over the metric `step`. W&B's own count of rows only rises: a row of a step
-    that is made again after a kill, or evaluated later, would otherwise be dropped.
+    Charts are over the metric `step`, not over W&B's own step, which must not fall: W&B would drop
+    rows of steps that are repeated after a kill, or evaluated later.
     """
 
     def __init__(
         self,
         config: TrainConfig,
         workdir: epath.Path,
-        again: bool,
+        resumes: bool,
         mode: str,
         log: Callable[[str], None],
     ) -> None:
         import wandb
 
-        known = read_json(workdir / WANDB) if again else None
-        run_id = secrets.token_hex(4) if known is None else known["id"]
-        starts = 1 if known is None else known.get("starts", 1) + 1
+        record = read_json(workdir / WANDB) if resumes else None
+        run_id = secrets.token_hex(4) if record is None else record["id"]
+        starts = 1 if record is None else record.get("starts", 1) + 1
         write_json(workdir / WANDB, {"id": run_id, "starts": starts})
         remote = is_remote(workdir)
-        options: dict[str, Any] = {"mode": mode}  # WANDB_MODE may be more than its type allows
+        options: dict[str, Any] = {"mode": mode}  # WANDB_MODE has values that the type lacks
         self._run = wandb.init(
             project=config.log.wandb_project,
             name=config.name,
@@ -312,12 +320,13 @@ class _WeightsAndBiases(Sink):
                 silent=True,
                 disable_git=True,
                 disable_code=True,
-                x_disable_meta=True,  # they hold the whole command line
+                x_disable_meta=True,  # metadata have the whole command line
             ),
             **options,
         )
         self._run.define_metric("*", step_metric="step")
-        # Offline W&B counts the rows of each start from 0, and `wandb sync` joins the starts.
+        # Offline W&B counts the rows of each start from 0, and `wandb sync` joins the starts: each
+        # start gets a range of its own.
         self._row: int | None = (starts - 1) * 1_000_000 if self._run.offline else None
         if self._run.offline:
             log(f"W&B: later, `wandb sync {Path(self._run.dir).parent}`")
@@ -326,12 +335,12 @@ class _WeightsAndBiases(Sink):
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._run.log({"step": step, **metrics}, step=self._row, commit=True)
-        self._row = None  # W&B counts on; its own process has the line
+        self._row = None  # from the second row on W&B counts itself
 
     def close(self) -> None:
         self._run.finish()
 
 
 def _wandb_mode(log: LogConfig) -> str | None:
-    """W&B's own variable WANDB_MODE overrides the config's mode, if W&B is wanted at all."""
+    """The mode of W&B, None without W&B; the variable WANDB_MODE overrides the config's."""
     return None if log.wandb is None else os.environ.get("WANDB_MODE") or log.wandb

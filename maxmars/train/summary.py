@@ -1,4 +1,8 @@
-"""What a run came to: `summary.json`, and the lines that end its output."""
+"""The summary at the end of a session: `summary.json`, and the last lines of the output.
+
+All figures come from the run's own records, `metrics.jsonl` and the journal, and cover all sessions
+of the run.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,15 @@ from maxmars.train.journal import ACTIVITIES, run_seconds, shares
 from maxmars.train.metrics import own_metric, read_metrics, validation_keys
 from maxmars.train.run import Run
 
-_LEAST_SHARE = 0.0005  # of the time, to be shown in the summary
+_MIN_SHARE = 0.0005  # activities with a smaller share of the time are not shown
 _MEDIANS = ("perf/tokens_per_sec", "perf/step_time", "perf/mfu")
 
 
 def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
-    """Write `summary.json`, and return it as lines for people; fewer lines unless all is done.
+    """Write `summary.json`, and return its text; a short one unless the run is done.
 
-    Only the primary process, which has the metrics, writes; in the others it is one line. `journal`
-    is the hash of the last line of the journal, which so cannot be taken away.
+    Only the primary process writes, as it has the metrics; others return one line. `journal` is the
+    hash of the journal's last line: `audit` then notices if the line is removed.
     """
     end = f"done: {run.step} steps"
     if not done:
@@ -41,17 +45,16 @@ def write_summary(run: Run, *, done: bool, journal: str | None = None) -> str:
     if not done:
         return "\n".join([end, *lines[:2]])
     end += f", {short(float(figures['tokens']))} tokens in {duration(figures['wall_time_s'])}"
-    order = sorted(ACTIVITIES, key=lambda name: -figures["seconds"][name])
     table = [
         f"    {ACTIVITIES[name]:<29}{duration(figures['seconds'][name]):>9}{share:>8.1%}"
-        for name in order
-        if (share := figures["shares"][name]) >= _LEAST_SHARE
+        for name in sorted(ACTIVITIES, key=lambda name: -figures["seconds"][name])
+        if (share := figures["shares"][name]) >= _MIN_SHARE
     ]
     where = f"  all of it in {run.workdir}"
     data = run.config.data
     prompt = "def " if isinstance(data, PythonSourcesConfig) else "Once"
     command = ["generate", str(run.workdir), "--prompt", prompt]
-    if not (run.workdir / TOKENIZER).exists():  # the ids are of an unknown tokenizer
+    if not (run.workdir / TOKENIZER).exists():  # `generate` needs a tokenizer
         command = ["report", str(run.workdir)]
     following = f"next: {shlex.join(['maxmars', *command])}"
     return "\n".join([end, *lines, "  time", *table, where, following])
@@ -71,7 +74,8 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
         "step": run.step,
         "num_steps": run.config.num_steps,
         "data_digest": run.training.data_digest,
-        "tokens": run.writer.tokens(run.step),
+        "tokens": run.sinks.tokens(run.step),
+        # Of each key the newest value.
         **{key: value for row in rows for key, value in row.items() if key.startswith("eval/")},
         **{key: row[key] for row in rows for key in ("train/loss", "train/skipped") if key in row},
         **{key: json_number(np.median(some)) for key in _MEDIANS if (some := values(key))},
@@ -91,15 +95,15 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
 def best_evaluation(
     rows: Sequence[Mapping[str, Any]], metric: str = "eval/loss"
 ) -> dict[str, Any] | None:
-    """The lowest finite value of a metric in lines of `metrics.jsonl`, and its `step`; None if
-    there is none."""
+    """The lowest finite value of a metric in lines of `metrics.jsonl`, with its `step`; None if no
+    value is finite."""
     losses = [(float(row[metric]), row["step"]) for row in rows if metric in row]
     loss, step = min((some for some in losses if math.isfinite(some[0])), default=(None, None))
     return None if loss is None else {metric: loss, "step": step}
 
 
 def _lines(figures: dict[str, Any]) -> list[str]:
-    """The figures, a line each; the first two are of interest at any time."""
+    """The figures as lines of text; the first two are also shown when a run stops."""
     losses = []
     for key, name in (("train/loss", "training"), ("eval/loss", "validation")):
         if key in figures:

@@ -1,4 +1,8 @@
-"""Tracing a few steps of a run (`--profile FIRST:LAST`) with JAX's profiler."""
+"""Tracing of a few steps of a run (`--profile FIRST:LAST`) with JAX's profiler.
+
+The trace has whole steps: work before the first is waited for, and so is the last. JAX writes only
+to disks, so a run in a bucket traces into a temporary directory, which is uploaded at the end.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +18,24 @@ from maxmars.distributed.workdir import PROFILE, of_process
 
 
 class StepTracer:
-    """Traces some steps of a run; without `profile` none."""
+    """Traces the steps of a range.
+
+    Args:
+      profile: first and last step, counted from 1 as in the metrics; None traces no step.
+      workdir: directory of the run.
+    """
 
     def __init__(self, profile: tuple[int, int] | None, workdir: epath.Path) -> None:
-        """`profile`: the first and the last step, counted from 1 as in the metrics."""
         self._first, self.last = profile or (None, None)
         self._workdir = workdir
         self._local: tempfile.TemporaryDirectory[str] | None = None
         self._running = False
 
     def check(self, step: int, num_steps: int) -> None:
-        """Check that a run that goes on from `step` makes the steps to trace.
+        """Check that a run makes the steps to trace after `step`.
 
         Raises:
-          ValueError: it does not.
+          ValueError: the run does not, or the first step to trace would be the one that compiles.
         """
         if self._first is None or self.last is None:
             return
@@ -39,25 +47,22 @@ class StepTracer:
 
     @property
     def _directory(self) -> epath.Path:
+        # A property: the tracer is made before the processes have joined and have numbers.
         return self._workdir / of_process(PROFILE, jax.process_index())
 
     def before(self, step: int, state: Any) -> None:
-        """Start the trace if `step`, which comes next, is the first to trace.
-
-        The steps before it, which are complete when `state` is, are waited for: the trace would
-        hold a part of them.
-        """
+        """Start the trace if `step` is the first to trace, and `state` is the state before it."""
         if step == self._first:
-            jax.block_until_ready(state)
+            jax.block_until_ready(state)  # else the trace would have a part of earlier steps
             directory = self._directory
-            if is_remote(directory):  # the profiler writes to disks
+            if is_remote(directory):
                 self._local = tempfile.TemporaryDirectory()
                 directory = self._local.name
             start_trace(Path(directory))
             self._running = True
 
     def end(self, result: Any) -> str:
-        """Stop after the last step, whose arrays are waited for; the message for the user."""
+        """Stop the trace when `result`, of the last step, is ready; return a message."""
         jax.block_until_ready(result)
         self.close()
         return (
@@ -66,7 +71,7 @@ class StepTracer:
         )
 
     def close(self) -> None:
-        """Stop tracing, if that has not been done, and upload the trace if it goes to a bucket."""
+        """Stop the trace if it is running, and upload it to a bucket."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
@@ -77,7 +82,7 @@ class StepTracer:
 
 
 def start_trace(directory: Path) -> None:
-    """Begin to trace what the devices do, and little of what Python does; slows small steps."""
+    """Start a trace of the devices, without Python's calls. Small steps become slower."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
     options.host_tracer_level = 2  # operations of a CPU device are host events

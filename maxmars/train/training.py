@@ -1,5 +1,9 @@
-"""A resolved config with its data and its train step: what a run, the replay of an audit, a
-comparison and the benchmarks open in the same way."""
+"""A resolved config with its data and its train step.
+
+Runs, `audit --replay`, comparisons and benchmarks all open a `Training`, so that they read the same
+examples and compute the same steps. State and position in the data are the caller's: a step is a
+pure function, and batches follow from a position.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +23,24 @@ from maxmars.train.step import (
     TrainState,
     TrainStep,
     abstract_saved_state,
-    continued_state,
     init_train_state,
     make_train_step,
+    restore_state,
 )
 
 
 class Restored(NamedTuple):
-    """What training goes on from."""
+    """A restored checkpoint, with the state and the position from which training continues."""
 
     checkpoint: Checkpoint
     state: TrainState
     position: int
-    """Number of the next example."""
+    """Index of the next example."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """All that trains but a state and its place in the data."""
+    """The parts of training that do not change from step to step."""
 
     data: DataSplit
     step: TrainStep
@@ -52,7 +56,7 @@ class Training:
 
     @functools.cached_property
     def data_digest(self) -> str:
-        """Digest of the training tokens, which process 0 makes; all processes ask at once."""
+        """Digest of the training tokens; process 0 computes it for all, and all must call."""
         return processes.text_from_primary(self.data.digest) or ""
 
     def new_state(self) -> TrainState:
@@ -66,29 +70,27 @@ class Training:
         skip_examples: int = 0,
         new_optimizer_state: bool = False,
     ) -> Restored:
-        """The state of a checkpoint, as the config goes on with it.
+        """Restore the state of a checkpoint, adapted to the config.
 
         Args:
-          load: reads a checkpoint, given a function from it to the abstract state to read.
-          skip_examples: how many are left out from the checkpoint's position on.
-          new_optimizer_state: make the state of the optimizer anew.
+          load: reads a checkpoint. Its argument is a function from the checkpoint's metadata to the
+            abstract state to read.
+          skip_examples: number of examples to leave out after the checkpoint's position.
+          new_optimizer_state: do not read the optimizer's state; make a new one.
         """
-
-        def stored(checkpoint: Checkpoint) -> TrainState:
-            return abstract_saved_state(
-                self.step, checkpoint, new_optimizer_state=new_optimizer_state
-            )
-
-        loaded = load(stored)
-        state = continued_state(self.step, loaded.state)
+        abstract = functools.partial(
+            abstract_saved_state, self.step, new_optimizer_state=new_optimizer_state
+        )
+        loaded = load(abstract)
+        state = restore_state(self.step, loaded.state)
         position = loaded.checkpoint.data_position + skip_examples
         return Restored(loaded.checkpoint, state, position)
 
     def batches(self, position: int = 0, *, prefetch: bool = True) -> TrainBatches:
-        """The batches from an example on; to be closed.
+        """The batches from a position in the data on; the caller closes them.
 
         Args:
-          position: number of the first example.
+          position: index of the first example.
           prefetch: read batches ahead in another thread.
         """
         ahead = {} if prefetch else {"prefetch_steps": 0}
@@ -100,7 +102,7 @@ def open_training(resolved: Resolved, data: DataSplit | None = None) -> Training
 
     Args:
       resolved: what to train.
-      data: its training tokens, if they are open already.
+      data: the training tokens, if they are open already.
 
     Raises:
       ValueError, FileNotFoundError: see `open_data`.

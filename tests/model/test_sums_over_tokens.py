@@ -58,8 +58,10 @@ def gradients(model, mesh, microbatches):
         def loss(params, tokens):
             return mean_loss(make_model(model, params), tokens)
 
-        rows_apart = isinstance(model, GPT2Config)
-        return mean_loss_and_grads(loss, params, tokens, shardings, rows_apart=rows_apart)[1]
+        rows_independent = isinstance(model, GPT2Config)
+        return mean_loss_and_grads(
+            loss, params, tokens, shardings, rows_independent=rows_independent
+        )[1]
 
     with jax.set_mesh(mesh):
         params = init_params(model, 0) if isinstance(model, GPT2Config) else random_params(model)
@@ -107,7 +109,7 @@ def test_a_gradient_in_bfloat16_is_the_mean_of_many_microbatches(data):
     with jax.set_mesh(mesh):
         value, grads = jax.jit(
             lambda params, batch: mean_loss_and_grads(
-                loss, params, batch, shardings, rows_apart=data > 1
+                loss, params, batch, shardings, rows_independent=data > 1
             )
         )(params, batch)
     assert value == 2

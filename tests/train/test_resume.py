@@ -49,7 +49,7 @@ from maxmars.train import train
 from maxmars.train.audit import audit
 from maxmars.train.init_from import InitFrom, load_initial
 from maxmars.train.resolve import Recorded, resolve_config
-from maxmars.train.resume import continued_config, rounding_change
+from maxmars.train.resume import continued_config, rounding_message
 from maxmars.train.step import abstract_train_state, make_train_step
 
 
@@ -207,12 +207,12 @@ def test_a_change_of_the_rounding_is_told(short_config, source):
     other = short_config(mesh=MeshConfig(fsdp=8))
     saved = dataclasses.replace(read(source / "checkpoints"), config=stored)
     mesh, config = sharding.make_mesh(other.mesh), short_config()
-    assert rounding_change(saved, config, environment(mesh)) == (
+    assert rounding_message(saved, config, environment(mesh)) == (
         "since step 2: mesh data=8 fsdp=1 tensor=1 -> data=1 fsdp=8 tensor=1, num_microbatches "
         "2 -> 1; the loss goes on as before, up to rounding"
     )
     same = sharding.make_mesh(config.mesh)
-    assert rounding_change(read(source / "checkpoints"), config, environment(same)) is None
+    assert rounding_message(read(source / "checkpoints"), config, environment(same)) is None
 
 
 def test_only_what_is_named_changes(continuing, short_config):

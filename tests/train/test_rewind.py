@@ -24,7 +24,7 @@ from maxmars.optim import mars as mars_of
 from maxmars.train import train
 from maxmars.train.audit import audit
 from maxmars.train.rewind import rewind
-from maxmars.train.step import carried_over
+from maxmars.train.step import match_by_type
 
 BATCH = 16
 
@@ -277,11 +277,11 @@ def test_the_moments_of_mars_are_carried_over_bit_by_bit(variant, change):
     options = {"learning_rate": 1e-3, "variant": variant}
     new, other = (mars_of(**options, **some).init(params) for some in ({}, change))
     saved = jax.tree.map(lambda x: x + jnp.arange(x.size, dtype=x.dtype).reshape(x.shape), new)
-    changed = carried_over(saved, other)
+    changed = match_by_type(saved, other)
     for name in ("mu", "nu", "ema"):
         before, *after = (
             [array for _, array in optax.tree.get_all_with_path(state, name)]
-            for state in (saved, changed, carried_over(changed, new))
+            for state in (saved, changed, match_by_type(changed, new))
         )
         for arrays in after:
             assert jax.tree.all(jax.tree.map(np.array_equal, before, arrays))

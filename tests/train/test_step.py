@@ -26,7 +26,7 @@ from maxmars.train.norms import global_norm
 from maxmars.train.step import (
     SKIP_REASONS,
     Guard,
-    Running,
+    RunningStats,
     TrainState,
     abstract_train_state,
     check_step,
@@ -464,7 +464,7 @@ def run_guard(config, losses, norms=None):
     series = (jnp.float32(losses), jnp.float32(norms))
     guard = NEW_GUARD
     if config.grad_norm_spike_threshold is not None:
-        guard = guard._replace(norms=Running(jnp.int32(0), jnp.float32(0), jnp.float32(0)))
+        guard = guard._replace(norms=RunningStats(jnp.int32(0), jnp.float32(0), jnp.float32(0)))
     guard, applied = jax.lax.scan(step, guard, series)
     return applied.tolist(), guard
 
