@@ -179,10 +179,9 @@ def choose_memory(
 def remat_rule(parameters: Parameters, platform: str) -> Sequence[Remat]:
     """The policies for `model.remat=auto` on a platform, in order of preference.
 
-    A TPU recomputes a narrow block faster than it writes and reads the saved activations, by the
-    clock of `plan`. From XL's width on, saving attention and its inputs is faster, unless it takes
-    more microbatches. A GPU recomputes as little as its memory allows, a CPU nothing. See
-    plan/README.md.
+    By the clock of `plan`, a TPU recomputes a narrow block faster than it writes and reads saved
+    activations; from XL's width on, saving attention and its inputs is faster, unless it takes more
+    microbatches. A GPU recomputes as little as fits, a CPU nothing. See plan/README.md.
     """
     policies, model = parameters.remat_policies, parameters.model
     match platform:

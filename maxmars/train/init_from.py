@@ -49,7 +49,7 @@ _FIELDS_OF_WEIGHTS = (
     "layer_norm_epsilon",
     "param_dtype",
 )
-_WITH_OPTIMIZER = ("params", "opt_state", "prev_params")
+_WITH_OPTIMIZER = ("params", "opt_state", "prev_params")  # fields of the state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,13 +144,12 @@ def _check_tokenizer(path: str, target: Target, vocabulary: Vocabulary) -> None:
     try:
         tokenizer = target.tokenizer(target.recorded_config())
         mismatch = difference(tokenizer, vocabulary)
-    except (ImportError, OSError) as error:
+    except (ImportError, OSError) as error:  # no `tokenizers` installed, or no file
         if processes.is_primary():
             _LOGGER.warning("the tokenizer of %s is not compared with the tokens: %s", path, error)
         return
     if mismatch is not None:
-        is_file = tokenizer.name == JsonTokenizer.name
-        name = str(target.tokenizer_place) if is_file else tokenizer.name
+        name = target.tokenizer_place if tokenizer.name == JsonTokenizer.name else tokenizer.name
         raise ValueError(
             f"the weights in {path} are of another tokenizer than the tokens: {mismatch}. Prepare "
             f"the text with theirs (--tokenizer {name}), or start from other weights."
@@ -216,6 +215,7 @@ def _padded(params: dict[str, Any], abstract: dict[str, Any], model: ModelConfig
     """The parameters with as many rows of padding, all zero, as `abstract` has."""
     if not isinstance(model, GPT2Config):
         return params
+    # Only the token embedding has padding; the output layer is tied to it.
     embedding, wanted = params["wte"]["embedding"], abstract["wte"]["embedding"]
     if embedding.shape == wanted.shape:
         return params

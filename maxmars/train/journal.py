@@ -91,6 +91,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             return
         if self._checkpoint is not None:
             self._warn_of_changes(rows, self._checkpoint)
+            # Every session repeats `init_from`, so that the last one has it too.
             first = next(iter(session_starts(self._earlier)[-1:]), self._began)
             self._began = dataclasses.replace(self._began, init_from=first.init_from)
         self._file = LineFile(self._path, self._may_write)
@@ -218,7 +219,7 @@ def run_seconds(sessions: Sequence[Session]) -> dict[str, float]:
             total["steps"] -= lost_s
             total["repeated"] += lost_s
         restart_step = min(restart_step, session.first_step)
-        if after is not None and not session.done:
+        if after is not None and not session.done:  # clocks of two hosts may differ: at least 0
             total["restart"] += max(0.0, after.start - session.end)
         after = session
     return total

@@ -38,8 +38,8 @@ def validation_losses(rows: Iterable[Mapping[str, Any]], name: str | None) -> di
 
 
 def own_metric(key: str) -> tuple[str, str] | None:
-    """Split a key `eval/FUNCTION/NAME`, of a number from a function of `eval.own`, into function
-    and name, or `eval/SET/loss` into set and `loss`; None for other keys."""
+    """Function and name in a key `eval/FUNCTION/NAME` of a number from `eval.own`, or set and name
+    in one of `eval.data` such as `eval/SET/loss`; None for other keys."""
     kind, _, rest = key.partition("/")
     function, slash, name = rest.partition("/")
     return (function, name) if kind == "eval" and slash else None

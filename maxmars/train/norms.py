@@ -116,8 +116,7 @@ def named_norms(metrics: Mapping[str, np.ndarray], parameters: Parameters) -> di
         name = f"train/{quantity}_norm"
         if quantity != "grad":
             named[name] = float(np.linalg.norm(row.astype(np.float64)))
-        pairs = zip(COMPONENTS, row, strict=True)
-        named |= {f"{name}/{component}": float(x) for component, x in pairs}
+        named |= {f"{name}/{c}": float(x) for c, x in zip(COMPONENTS, row, strict=True)}
     for quantity, row in zip(LAYER_NORMS, metrics.get("train/layer_norms", ()), strict=False):
         pairs = zip(_matrix_names(parameters), row, strict=True)
         named |= {f"layers/{quantity}/{matrix}": float(x) for matrix, x in pairs}

@@ -183,7 +183,7 @@ def _weight_update(optimizer: OptimizerConfig, rate_fraction: Any = 1.0) -> Weig
     )
 
 
-def check_start(optimizer: OptimizerConfig, parameters: Parameters, params: Any) -> None:
+def check_initial_params(optimizer: OptimizerConfig, parameters: Parameters, params: Any) -> None:
     """Let the optimizer's `init` check the values of a run's first parameters.
 
     Raises:
@@ -242,13 +242,12 @@ def _own_optimizer(
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, the function does not take the
-        arguments, or it returns another type.
-      Other errors of the function.
+        arguments, or it returns another type. Other errors are the function's.
     """
     make = optimizer.source.load(field="optimizer.make")
     signature = inspect.signature(make)
-    has_kwargs = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     named = signature.parameters
+    has_kwargs = any(p.kind is p.VAR_KEYWORD for p in named.values())
     # These two also go to a function with `**kwargs`; those below only to one that names them.
     to_all = {"matrix_specs": parameters.specs, "mesh": parameters.mesh}
     arguments = {n: value for n, value in to_all.items() if has_kwargs or n in named}
@@ -272,20 +271,20 @@ def _own_optimizer(
             "batch_tokens if it wants."
         ) from None
     try:
-        made = make(learning_rate, **arguments)
+        result = make(learning_rate, **arguments)
     except Exception as error:
         if optimizer.source.file:
             raise  # the traceback shows the user's own file
         raise ValueError(
             f"optimizer.make={optimizer.make!r} makes no optimizer: {error}."
         ) from error
-    match made:
+    match result:
         case optax.GradientTransformation():
-            return made, None
+            return result, None
         case (optax.GradientTransformation() as tx, function) if callable(function):
             return tx, function
     raise ValueError(
-        f"optimizer.make={optimizer.make!r} returned a {type(made).__name__}; it must return an "
+        f"optimizer.make={optimizer.make!r} returned a {type(result).__name__}; it must return an "
         "optax.GradientTransformation, or a pair of one and a function "
         "evaluation_params(opt_state, params)."
     )
@@ -294,11 +293,8 @@ def _own_optimizer(
 def check_optimizer(
     optimizer: OptimizerConfig, parameters: Parameters, ema_decay: float | None = None
 ) -> None:
-    """Check a user's own optimizer on abstract arrays.
-
-    Updates must have the structure and shapes of the parameters, and so must the parameters that
-    the optimizer names for evaluation or in a request. The state must be one that a checkpoint can
-    hold, and keep its types.
+    """Check a user's own optimizer on abstract arrays: whether updates, and the parameters that it
+    names for evaluation or requests, are like the model's; whether its state can be saved.
 
     Raises:
       FileNotFoundError, ValueError: see `OptaxConfig`.
@@ -338,6 +334,7 @@ def check_optimizer(
             f"{label} has an evaluation_params whose result is of another structure or shape than "
             "the parameters."
         )
+    # A rate in the state would stay that of `init`.
     if optax.tree.get_all_with_path(before, "learning_rate"):
         raise ValueError(
             f"{label} keeps learning_rate in its state, as optax.inject_hyperparams does, so it "

@@ -140,7 +140,7 @@ class StepReporter:
         if consecutive_skips <= run.config.guard.max_consecutive_skips:
             run.progress.message(text)
             return
-        run.sinks.write(step, values)
+        run.sinks.write(step, values)  # `flush` will not: the error ends it
         latest = run.checkpointer.latest_step()
         lower_rate = "a lower optimizer.learning_rate or more schedule.warmup_steps"
         saved, way_out = "There is no checkpoint yet", f"Start again with {lower_rate}"

@@ -78,6 +78,7 @@ def resolve_config(
     if recorded is not None:
         before = recorded.config
         old, new = before.model, config.model
+        # A user's own module has no `compute_dtype`.
         both_gpt2 = isinstance(old, GPT2Config) and isinstance(new, GPT2Config)
         if both_gpt2 and new.compute_dtype == "auto":
             config = with_compute_dtype(config, old.compute_dtype)

@@ -233,7 +233,7 @@ def _check_changes(
     refused = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in overrides)]
     if not refused and misfit is None:
         return
-    workdir = saved.path.parent.parent
+    workdir = saved.path.parent.parent  # of <workdir>/checkpoints/STEP
     differing = ", ".join(
         f"{name} ({old} there, {new} here)"
         for name, old, new in rows
@@ -244,7 +244,7 @@ def _check_changes(
     else:
         problem = f"--resume-overrides cannot change {differing}: {misfit}"
     way_out = "Continue it with its own values, or choose another --workdir"
-    if any(isinstance(old, Source) for _, old, _ in rows):
+    if any(isinstance(old, Source) for _, old, _ in rows):  # a file of the user's changed
         way_out = f"{workdir / SOURCES} keeps the code of before. {way_out}"
     if misfit is None:
         wanted = ",".join([*overrides, *refused])
@@ -272,7 +272,7 @@ def first_misfit(there: Mapping[str, str], here: Mapping[str, str]) -> str | Non
       there: types of the saved arrays by path; see `digest.leaf_types`.
       here: types of the wanted arrays by path.
     """
-    for name in {**there, **here}:
+    for name in {**there, **here}:  # in order of the saved arrays, unlike a set
         a, b = there.get(name, "absent"), here.get(name, "absent")
         if a != b:
             return f"{name} is {a} there and {b} here"

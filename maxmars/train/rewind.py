@@ -69,6 +69,7 @@ def rewind(
                 set_aside(directory / WANDB, "rewound")
             line = Rewound(
                 step=to,
+                # The newest save; its checkpoint may be set aside already, after a kill.
                 from_=next((line.step for line in lines[::-1] if isinstance(line, Saved)), to),
                 digest=checkpoint.digest,
                 position=checkpoint.data_position + skip_examples,
@@ -76,7 +77,7 @@ def rewind(
                 new_optimizer_state=new_optimizer_state,
             )
             _append(directory, below(lines[-1] if lines else None, line, seconds={}))
-            for step in newer[::-1]:
+            for step in newer[::-1]:  # newest first: a kill then leaves a run that can continue
                 target = set_aside(checkpoints / str(step), "rewound")
                 log(f"checkpoint {step} is now {target.name}; delete it if you wish")
             log(f"{directory} is rewound {rewinds_in_words([line])[0]}")
@@ -90,11 +91,7 @@ def rewind(
 
 
 def find_run(workdir: str | os.PathLike[str]) -> epath.Path:
-    """The directory of checkpoints of a run, by its path or the run's.
-
-    Raises:
-      FileNotFoundError: the path is neither.
-    """
+    """The directory of a run's checkpoints, by its path or the run's; else FileNotFoundError."""
     directory = resolve(workdir)
     checkpoints, step = find(directory) or (None, None)
     if checkpoints is None or step is not None:
@@ -103,8 +100,6 @@ def find_run(workdir: str | os.PathLike[str]) -> epath.Path:
 
 
 def _read_checked(checkpoints: Any, step: int) -> Checkpoint:
-    """Read a checkpoint, and compare its arrays with their digests."""
-
     def use(checkpoint: Checkpoint, skipped: Any) -> Checkpoint:
         check_arrays(checkpoint)
         return checkpoint

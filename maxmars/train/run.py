@@ -247,6 +247,7 @@ def _check(
         raise ValueError(f"--workdir {workdir} is a file; name a directory, or one to be made.")
     mesh = sharding.training_mesh(requested.mesh, requested.model)
     parameters, here = Parameters(requested.model, mesh), environment(mesh)
+    # First, as everything after may allocate; the abstract state also checks mesh and batch.
     check_memory(requested, mesh, abstract_train_state(requested, parameters))
     check_trackers(requested.log, workdir)
     saved, rewound = read_newest(workdir / CHECKPOINTS, resume_overrides), None
@@ -289,10 +290,11 @@ def _check(
     messages += _slow_network(config, parameters)
     if saved is not None and (message := rounding_message(saved, config, here)):
         messages.append(message)
-    compile_cache.keep_beside(workdir, mesh.devices.flat[0].platform)
+    compile_cache.keep_beside(workdir, mesh.devices.flat[0].platform)  # before the first program
     config, validation = _open_validation(config, data, saved)
     if validation and "" not in validation:
         messages.append("the training data have no split `val`, so there is no eval/loss")
+    # Digests of validation sets do not change the train step, which stays.
     training = dataclasses.replace(training, step=dataclasses.replace(training.step, config=config))
     evaluations = list(make_evaluations(config, mesh, data, validation, progress.message))
     scored = [f for split in validation.values() for f in split.files if f.split == "val"]
@@ -398,7 +400,7 @@ def _lock(
         workdir / CHECKPOINTS, config, mesh=mesh, data_digest=training.data_digest
     )
     stack.enter_context(checkpointer)
-    if checked.saved is None and checkpointer.latest_step() is not None:
+    if checked.saved is None and checkpointer.latest_step() is not None:  # between check and lock
         raise ValueError(
             f"another start has saved in {workdir} meanwhile; the same command now continues it."
         )
@@ -478,12 +480,8 @@ def make_evaluations(
 ) -> Iterator[Evaluation]:
     """The evaluations of a config: validation losses, HellaSwag, the user's own.
 
-    Args:
-      config: the resolved config.
-      mesh: devices of the run.
-      data: training tokens, whose tokenizer all evaluations use.
-      validation: validation sets by name; the one named "" is of the training data.
-      log: gets a line for each set with fewer windows than `eval.num_windows`.
+    All use the tokenizer of `data`, the training tokens. `log` gets a line for each validation set
+    with fewer windows than `eval.num_windows`.
 
     Raises:
       ValueError, FileNotFoundError, ImportError: see `HellaSwagInLoop` and `OwnEvaluation`.

@@ -1,9 +1,8 @@
 """Sinks of a run's metrics: `metrics.jsonl`, the terminal, TensorBoard, Weights & Biases.
 
 A run writes each line once, to `Sinks`, which hands it to all. `metrics.jsonl` comes first: a run
-continues by it, and a fault there ends the run. TensorBoard and W&B are extras, imported only where
-a config asks for them, and a fault of theirs is logged once (`Foreign`). All write in the primary
-process only.
+continues by it, and an error there ends the run. TensorBoard and W&B are extras, imported only
+where a config asks for them; their first error is logged, and the run goes on (`Foreign`).
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class MetricsFile(Sink):
             path = workdir / METRICS
             lines = [] if resume_step is None else read_metrics(workdir)
             self.previous_lines = [line for line in lines if line["step"] <= (resume_step or 0)]
-            if path.exists():
+            if path.exists():  # also drops an incomplete last line, which a kill may leave
                 write_text(path, "".join(json.dumps(line) + "\n" for line in self.previous_lines))
             for line in self.previous_lines:
                 self._add(line)
@@ -137,15 +136,10 @@ class MetricsFile(Sink):
 
 
 class Terminal(Sink):
-    """The live line of the terminal, of which some lines stay, also in the log of this host.
-
-    Args:
-      progress: prints the lines.
-      num_steps: number of steps of the run.
-      every: the run writes a line every so many steps.
-    """
+    """The live line of the terminal. Some lines stay, and all go to the log of this host."""
 
     def __init__(self, progress: Progress, num_steps: int, every: int) -> None:
+        """`every`: the steps from one line of the run to the next."""
         self._progress, self._num_steps, self._every = progress, num_steps, every
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -172,7 +166,7 @@ class Foreign(Sink):
 
     def __init__(self, name: str, make: Callable[[], Sink], log: Callable[[str], None]) -> None:
         self._name, self._log = name, log
-        self._sink: Sink | None = None
+        self._sink: Sink | None = None  # `_try` sets it too
         self._sink = self._try(make)
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:

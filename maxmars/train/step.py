@@ -1,12 +1,12 @@
 """The train step: a pure function of a `TrainState` and a batch, jitted over a mesh.
 
-`train` runs the step, `plan` compiles it for absent hardware, and tests call it. The file has, in
-this order: the state, making and restoring of states, the jitted step, `_step` with all that a step
-computes, gradients over microbatches, random numbers, the guard, and metrics.
+`train` runs the step, `plan` compiles it for absent hardware, and tests call it. In reading order:
+the state; making and restoring it; the jitted step; `_step`, which computes all; gradients; random
+numbers; the guard; metrics.
 
-The state is donated: the new state takes its memory. The step knows no optimizer by name; those
-that need more than one gradient request them (`GradientRequest`). A skipped step changes only step
-count and guard. The peak learning rate is in the state, so that a change compiles nothing anew.
+The state is donated: the new state takes its memory. The step knows no optimizer by name: those
+that need more gradients request them (`GradientRequest`). A skipped step changes only step count
+and guard. The peak learning rate is in the state, so that a change compiles nothing anew.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from maxmars.train.norms import (
     squared_norms,
 )
 from maxmars.train.optimizer import (
-    check_start,
+    check_initial_params,
     evaluated_in_words,
     follows_rate,
     make_optimizer,
@@ -165,10 +165,10 @@ def init_train_state(
         create_all = make_initializer(config, parameters)
         hyperparams = make_hyperparams(config, parameters)
         state = TrainState(**create_all(np.uint32(config.seed), hyperparams))
-        check_start(config.optimizer, parameters, state.params)
+        check_initial_params(config.optimizer, parameters, state.params)
         return state
     state = TrainState(**vars(abstract_train_state(config, parameters)) | dict(given))
-    check_start(config.optimizer, parameters, state.params)
+    check_initial_params(config.optimizer, parameters, state.params)
     leaves, structure = jax.tree.flatten(state)
     missing = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)}
 
@@ -194,6 +194,7 @@ def abstract_saved_state(
     step's, for `restore_state`; with `new_optimizer_state` without the optimizer's state."""
     state, config = train_step.abstract_state, train_step.config
     before = dataclasses.replace(config, guard=saved.config.guard)
+    # The former code of a user's own optimizer may be gone; `resume` has compared its arrays.
     if not new_optimizer_state and not isinstance(config.optimizer, OptaxConfig):
         before = dataclasses.replace(before, optimizer=saved.config.optimizer)
     if before != config:
@@ -240,9 +241,7 @@ def match_by_type(old: Any, new: Any) -> Any:
 
 def make_initializer(config: TrainConfig, parameters: Parameters) -> Any:
     """Make a `jax.jit` function from a seed (uint32) and hyperparams to the fields of a new state,
-    by name.
-
-    Seed and learning rate are arguments, so that the compilation cache has one program for all.
+    by name: one program in the compilation cache for all seeds and learning rates.
 
     Raises:
       ValueError: the mesh does not divide the model or the batch.
@@ -272,8 +271,8 @@ def _initial_state(
         step=zero,
         params=params,
         opt_state=tx.init(params),
-        # MARS's correction ignores the first gradient at `prev_params`, but the guard checks it. At
-        # zeros, which seem simpler, the gradient of a model may not be finite.
+        # MARS's correction ignores the first gradient at `prev_params`, but the guard checks it,
+        # and at zeros the gradient of a model may not be finite.
         prev_params=params if needs_previous else None,
         hyperparams=hyperparams,
         guard=Guard(
@@ -461,49 +460,14 @@ def _step(
     state: TrainState,
     batch: dict[str, Shaped[Array, "microbatches rows window"]],
 ) -> tuple[TrainState, Metrics]:
+    """The step itself, see `TrainStep.__call__`: gradients, guard, update, metrics."""
     batch, mask_mean = _normalize_mask(batch)
     if takes_dropout(config.model):
         batch = {**batch, "dropout_keys": _dropout_keys(config, state)}
     rate_fraction = make_schedule(config)(state.step)
     learning_rate = state.hyperparams["learning_rate"] * rate_fraction
     components, specs = parameters.components, parameters.specs
-
-    # Gradients on sampled labels estimate curvature by their squares: no multiplier for these.
-    multipliers = {"data": config.gradient_multiplier, "sampled": 1.0}
-
-    def gradient_at(params: Any, targets: str) -> tuple[jax.Array, Any, jax.Array]:
-        rows = batch if targets == "data" else {**batch, "uniforms": _uniforms(config, state)}
-        with jax.named_scope("model"):
-            loss, grads = mean_loss_and_grads(
-                lambda params, rows: mean_loss(make_model(config.model, params), **rows),
-                params,
-                rows,
-                parameters.shardings,
-                rows_independent=_are_rows_independent(config),
-            )
-        with jax.named_scope("clip"):
-            norm = multipliers[targets] * global_norm(grads)
-        if targets == "sampled" and "mask" in batch:
-            grads = _rescale_to_all_targets(grads, batch["mask"])
-        return loss, grads, norm
-
-    def requested_gradients(request: GradientRequest) -> Gradients:
-        def compute() -> tuple[Any, jax.Array]:
-            params = _params_at(request, parameters, state)
-            return gradient_at(params, request.targets)[1:]
-
-        def zeros() -> tuple[Any, jax.Array]:
-            return jax.tree.map(jnp.zeros_like, state.params), jnp.zeros_like(gradients.norm)
-
-        due = request.due
-        grads, norm = (
-            compute() if due is None else jax.lax.cond(due(state.opt_state), compute, zeros)
-        )
-        return Gradients(grads, norm, multipliers[request.targets], config.gradient_clip_norm)
-
-    loss, grads, norm = gradient_at(state.params, "data")
-    gradients = Gradients(grads, norm, multipliers["data"], config.gradient_clip_norm)
-    further = {request.name: requested_gradients(request) for request in requests}
+    loss, gradients, further = _gradients(config, parameters, requests, state, batch)
     norms = [some.norm for some in (gradients, *further.values())]
     reason, guard = check_step(config.guard, state.guard, loss, norms)
     reason = jnp.where(mask_mean == 0, NO_TARGETS, reason)
@@ -631,10 +595,52 @@ class Gradients(NamedTuple):
         return jax.tree.map(lambda g: g * jnp.asarray(scale, g.dtype), self.unscaled)
 
 
-def _are_rows_independent(config: TrainConfig) -> bool:
-    """Whether the model computes rows independently. A user's own module may mix rows, or name the
-    mesh axis `data`."""
-    return isinstance(config.model, GPT2Config)
+def _gradients(
+    config: TrainConfig,
+    parameters: Parameters,
+    requests: Sequence[GradientRequest],
+    state: TrainState,
+    batch: dict[str, Any],
+) -> tuple[jax.Array, Gradients, dict[str, Gradients]]:
+    """The loss, its gradients, and the gradients that an optimizer requests, by name; zeros for a
+    request that is not due."""
+    # Gradients on sampled labels are squared, to estimate curvature, which takes the plain mean.
+    multipliers = {"data": config.gradient_multiplier, "sampled": 1.0}
+
+    def gradients_at(params: Any, targets: str) -> tuple[jax.Array, Any, jax.Array]:
+        rows = batch if targets == "data" else {**batch, "uniforms": _uniforms(config, state)}
+        with jax.named_scope("model"):
+            loss, grads = mean_loss_and_grads(
+                lambda params, rows: mean_loss(make_model(config.model, params), **rows),
+                params,
+                rows,
+                parameters.shardings,
+                # A user's own module may mix rows, or name the mesh axis `data`.
+                rows_independent=isinstance(config.model, GPT2Config),
+            )
+        with jax.named_scope("clip"):
+            norm = multipliers[targets] * global_norm(grads)
+        if targets == "sampled" and "mask" in batch:
+            grads = _rescale_to_all_targets(grads, batch["mask"])
+        return loss, grads, norm
+
+    def requested(request: GradientRequest) -> Gradients:
+        def compute() -> tuple[Any, jax.Array]:
+            params = _params_at(request, parameters, state)
+            return gradients_at(params, request.targets)[1:]
+
+        def zeros() -> tuple[Any, jax.Array]:
+            return jax.tree.map(jnp.zeros_like, state.params), jnp.zeros_like(norm)
+
+        due = request.due
+        grads_and_norm = (
+            compute() if due is None else jax.lax.cond(due(state.opt_state), compute, zeros)
+        )
+        return Gradients(*grads_and_norm, multipliers[request.targets], config.gradient_clip_norm)
+
+    loss, grads, norm = gradients_at(state.params, "data")
+    gradients = Gradients(grads, norm, multipliers["data"], config.gradient_clip_norm)
+    return loss, gradients, {request.name: requested(request) for request in requests}
 
 
 def mean_loss_and_grads(
@@ -811,14 +817,8 @@ def _update_stats(
 def _update_metrics(
     components: Any, params: Any, squares: Mapping[str, jax.Array], opt_state: Any
 ) -> Metrics:
-    """Root mean square of the update for each kind of parameter, and the optimizer's metrics.
-
-    Args:
-      components: component of the model of each parameter.
-      params: the parameters, for their sizes.
-      squares: sum of squares of the update for each component.
-      opt_state: state of the optimizer, which may have a `clip_fraction`.
-    """
+    """Root mean square of the update for each kind of parameter, from `squares`, the update's sums
+    of squares by component; and the optimizer's own metrics."""
     sizes: collections.Counter[str] = collections.Counter()
     for component, param in zip(jax.tree.leaves(components), jax.tree.leaves(params), strict=True):
         sizes[component] += param.size

@@ -86,7 +86,7 @@ def _summary(run: Run, *, done: bool) -> dict[str, Any]:
     }
     if run.train_step.evaluated is not None:
         figures["evaluated"] = run.train_step.evaluated
-    metric, _ = validation_keys(run.config.checkpoint.keep_best_of)
+    metric, _ = validation_keys(run.config.checkpoint.keep_best_of)  # by default `eval/loss`
     if best := best_evaluation(rows, metric):
         figures["best"] = best
     return figures

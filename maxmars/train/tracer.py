@@ -18,14 +18,10 @@ from maxmars.distributed.workdir import PROFILE, of_process
 
 
 class StepTracer:
-    """Traces the steps of a range.
-
-    Args:
-      profile: first and last step, counted from 1 as in the metrics; None traces no step.
-      workdir: directory of the run.
-    """
+    """Traces the steps of a range."""
 
     def __init__(self, profile: tuple[int, int] | None, workdir: epath.Path) -> None:
+        """`profile`: first and last step, counted from 1 as in metrics; None traces no step."""
         self._first, self.last = profile or (None, None)
         self._workdir = workdir
         self._local: tempfile.TemporaryDirectory[str] | None = None

@@ -93,7 +93,7 @@ class Training:
           position: index of the first example.
           prefetch: read batches ahead in another thread.
         """
-        ahead = {} if prefetch else {"prefetch_steps": 0}
+        ahead = {} if prefetch else {"prefetch_steps": 0}  # else the default of `TrainBatches`
         return TrainBatches(self.data, self.config, self.mesh, position=position, **ahead)
 
 
