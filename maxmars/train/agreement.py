@@ -2,8 +2,8 @@
 
 JAX does not compare programs: processes that differ would compute parts of the same arrays by
 different programs, and train to the end without an error. So all exchange a hash of such facts, and
-the facts themselves only where hashes differ, to name what does. Data are compared where they are
-opened, see `data.batches.open_data`.
+the facts themselves only where hashes differ, to name the difference. Data are compared when they
+are opened, see `data.batches.open_data`.
 """
 
 from __future__ import annotations

@@ -83,14 +83,14 @@ def write_card(
       ValueError: a report is on another model, or a file of the run is damaged.
       OSError: the disk is full.
     """
-    stored = exported.checkpoint
-    training = [] if stored is None else _training(stored, exported.config)
-    scores = [] if stored is None else [*_scores_of_run(stored)]
+    saved = exported.checkpoint
+    training = [] if saved is None else _training(saved, exported.config)
+    scores = [] if saved is None else [*_scores_of_run(saved)]
     scores += [score for report in reports for score in _scores_of_report(exported, report)]
     license_fields, license_text = _license(directory, exported)
     tags = ["maxmars", "jax", *(["gpt2"] if isinstance(exported.config, GPT2Config) else [])]
-    if stored is not None:
-        optimizer = type(stored.config.optimizer).__name__.removesuffix("Config").lower()
+    if saved is not None:
+        optimizer = type(saved.config.optimizer).__name__.removesuffix("Config").lower()
         tags += ["pretraining", optimizer]
     front: dict[str, Any] = {
         "library_name": "transformers",
@@ -109,7 +109,7 @@ def write_card(
     sections = {
         "Use": _USE.format(kind=exported.architecture, name=name),
         "Training": training and _table(("", ""), training),
-        "Audit": stored and _audit(_run_of(stored)),
+        "Audit": saved and _audit(_run_of(saved)),
         "Scores": rows and _table(("data", "metric", "value", "of"), rows),
         "Limits": "\n".join(limits),
         "License": license_text,
@@ -122,15 +122,15 @@ def write_card(
     write_text(directory / CARD, f"---\n{fields}---\n\n{_FOLDERS.sub('', body)}")
 
 
-def _run_of(stored: Checkpoint) -> epath.Path:
-    return stored.path.parent.parent
+def _run_of(saved: Checkpoint) -> epath.Path:
+    return saved.path.parent.parent
 
 
-def _training(stored: Checkpoint, model: ModelConfig) -> list[tuple[str, Any]]:
+def _training(saved: Checkpoint, model: ModelConfig) -> list[tuple[str, Any]]:
     """Rows of the table of training: the run's records up to the checkpoint of a model."""
-    config, env, run = stored.config, stored.environment, _run_of(stored)
+    config, env, run = saved.config, saved.environment, _run_of(saved)
     mesh = " ".join(f"{axis}={size}" for axis, size in env["mesh"].items())
-    began = session_starts(trajectory(lines_until(read_journal(run), stored.journal) or []))
+    began = session_starts(trajectory(lines_until(read_journal(run), saved.journal) or []))
     first = (began[0].init_from or {}).get("weights", "random") if began else "not recorded"
     first = first.replace("/checkpoints/", ", step ")  # `_FOLDERS` would leave the step alone
     losses = {row["step"]: row["train/loss"] for row in read_metrics(run) if "train/loss" in row}
@@ -138,23 +138,23 @@ def _training(stored: Checkpoint, model: ModelConfig) -> list[tuple[str, Any]]:
     # Each command once, with the first step that it trained from.
     commands = {line.command or "a call in Python": line.step for line in reversed(began)}
     return [
-        ("steps", f"{stored.step:,} of {config.num_steps:,}, {stored.tokens:,} tokens"),
+        ("steps", f"{saved.step:,} of {config.num_steps:,}, {saved.tokens:,} tokens"),
         ("batch", f"{config.global_batch_size:,} sequences of {config.model.max_seq_len:,} tokens"),
         ("optimizer", summarize_rules(config.optimizer, Parameters(model))),
         ("settings", ", ".join(f"{k}={v}" for k, v in settings.items())),
-        *([("weights", evaluated_in_words(config))] if stored.has_evaluation_params else []),
+        *([("weights", evaluated_in_words(config))] if saved.has_evaluation_params else []),
         ("schedule", f"{config.schedule.warmup_steps:,} steps up, then {config.schedule.decay}"),
         *(
             (f"data {p['name']}", f"{p['num_tokens']:,} tokens of {p['source']}")
             for p in _data(run)
         ),
-        ("digest of the data", stored.data_digest),
+        ("digest of the data", saved.data_digest),
         ("first weights", first),
-        ("training loss, nats a token", losses.get(stored.step, "not recorded")),
+        ("training loss, nats a token", losses.get(saved.step, "not recorded")),
         ("seed", config.seed),
         ("devices", f"{env['num_devices']} x {', '.join(env['device_kinds'])}, mesh {mesh}"),
         *((key, env[key]) for key in ("maxmars", "code", "jax", "flax", "optax")),
-        ("digest of the checkpoint", stored.digest),
+        ("digest of the checkpoint", saved.digest),
         *((f"command from step {step:,}", f"`{text}`") for text, step in [*commands.items()][::-1]),
     ]
 
@@ -171,14 +171,14 @@ def _audit(run: epath.Path) -> str:
     return f"By `maxmars audit`, which computed no step again:\n\n```text\n{text}\n```"
 
 
-def _scores_of_run(stored: Checkpoint) -> Iterator[_Score]:
+def _scores_of_run(saved: Checkpoint) -> Iterator[_Score]:
     """The scores in the run's metrics at the checkpoint's step."""
-    run = _run_of(stored)
-    rows = [row for row in read_metrics(run) if row["step"] == stored.step]
+    run = _run_of(saved)
+    rows = [row for row in read_metrics(run) if row["step"] == saved.step]
     values = {key: value for row in rows for key, value in row.items()}
     training_data = ", ".join(part["name"] for part in _data(run)) or "validation split"
-    windows = f"at most {stored.config.eval.num_windows:,} windows"
-    for name in (None, *(validation.name for validation in stored.config.eval.data)):
+    windows = f"at most {saved.config.eval.num_windows:,} windows"
+    for name in (None, *(validation.name for validation in saved.config.eval.data)):
         loss, bits = map(values.get, validation_keys(name))
         if loss is not None:
             yield from _loss_scores(name or training_data, float(loss), bits, windows)

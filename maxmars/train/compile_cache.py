@@ -64,7 +64,7 @@ def _enable(directory: Path) -> None:
 def _repair_or_show(
     directory: Path, show: Callable[..., None], message: Warning | str, *where: Any, **more: Any
 ) -> None:
-    """Remove a damaged entry if a warning is JAX's of one; show other warnings.
+    """Remove a damaged entry of which JAX warns; show other warnings.
 
     JAX (0.12) compiles the program anew, but does not overwrite the entry. The warning names the
     program, which has one entry for each set of shapes.

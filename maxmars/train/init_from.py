@@ -114,7 +114,7 @@ def _read_fields(
 ) -> tuple[dict[str, Any], str]:
     """Fields of the state from a target, by name, and the path that they were read from."""
 
-    def read(saved: Checkpoint | None) -> tuple[dict[str, Any], str]:
+    def read_from(saved: Checkpoint | None) -> tuple[dict[str, Any], str]:
         model, origin = target.recorded_config(saved), target.origin(saved)
         _check_model(origin, model, config.model)
         if saved is None:  # a Hugging Face model has no padding, and gets ours when it is read
@@ -127,7 +127,7 @@ def _read_fields(
         _check_optimizer(saved, config, leaf_types(wanted))
         return load_arrays(saved, wanted), origin
 
-    return target.first_sound(read)
+    return target.first_sound(read_from)
 
 
 def _no_optimizer_state(path: Any) -> ValueError:
@@ -162,10 +162,10 @@ def _check_model(path: Any, there: ModelConfig, here: ModelConfig) -> None:
             f"the weights in {path} are of a {type(there).__name__}, and model is a "
             f"{type(here).__name__} here; start from weights of the same model."
         )
-    rows = [row for row in differences(there, here) if row[0] in _FIELDS_OF_WEIGHTS]
-    if rows:
-        changed = ", ".join(f"model.{n} is {old} there and {new} here" for n, old, new in rows)
-        flags = " ".join(f"--model.{name.replace('_', '-')} {old}" for name, old, _ in rows)
+    changes = [change for change in differences(there, here) if change[0] in _FIELDS_OF_WEIGHTS]
+    if changes:
+        changed = ", ".join(f"model.{n} is {old} there and {new} here" for n, old, new in changes)
+        flags = " ".join(f"--model.{name.replace('_', '-')} {old}" for name, old, _ in changes)
         raise ValueError(
             f"the weights in {path} are of another model: {changed}. Train that model ({flags}), "
             "or start from other weights."

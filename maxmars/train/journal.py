@@ -85,15 +85,14 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         self._file: LineFile | None = None
 
     def begin(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the line `began`; warn if lines of the journal are missing, or if metrics, of which
-        `rows` are the lines so far, were changed."""
+        """Write the line `began`. Warn if lines of the journal are missing, or if `rows`, the lines
+        of metrics so far, were changed."""
         if not processes.is_primary():
             return
         if self._checkpoint is not None:
             self._warn_of_changes(rows, self._checkpoint)
-            # Every session repeats `init_from`, so that the last one has it too.
-            first = next(iter(session_starts(self._earlier)[-1:]), self._began)
-            self._began = dataclasses.replace(self._began, init_from=first.init_from)
+            for earlier in session_starts(self._earlier)[-1:]:  # each session repeats `init_from`
+                self._began = dataclasses.replace(self._began, init_from=earlier.init_from)
         self._file = LineFile(self._path, self._may_write)
         self._write(self._began)
 

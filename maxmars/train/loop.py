@@ -199,8 +199,7 @@ def _evaluate(run: Run, evaluations: Sequence[Evaluation], process: RunProcess) 
     params, distance = run.state.params, {}
     if run.train_step.evaluated is not None:
         params = evaluated_params(run.train_step, run.state)
-        relative = relative_distance(params, run.state.params)
-        distance = {"eval/params_distance": relative.item()}
+        distance = {"eval/params_distance": relative_distance(params, run.state.params).item()}
     for evaluation in evaluations:
 
         def before_batch(batch: str = f"a batch of the evaluation {evaluation.name}") -> None:

@@ -1,4 +1,4 @@
-"""From config to optax optimizer, by the kind of each parameter.
+"""The optax optimizer of a config, by the kind of each parameter.
 
 `rule_of` of the optimizer's config maps a kind (`Parameters.kinds`: matrix, embedding, vector) to
 an update rule, a rate and a weight decay. The package's own optimizers take these as masks and

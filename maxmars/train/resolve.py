@@ -1,4 +1,4 @@
-"""From a requested config to a resolved one, in which no field is `auto` or None to be chosen.
+"""Resolving of a requested config: a value for each field that is `auto`, or None to be chosen.
 
 `train`, `plan`, `audit`, `compare` and the benchmarks call `resolve_config` before they train or
 compile. A run records the resolved config, with the requested values of the chosen fields under

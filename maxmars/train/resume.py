@@ -99,19 +99,19 @@ def continued_config(
             )
     # Data are compared by digest (`check_data`), so paths do not count. `auto` is no change of the
     # compute dtype: `resolve_config` takes the recorded one.
-    rows = [
-        row
-        for row in differences(before, config)
-        if not _may_change(row, config) and not _PATH_OF_DATA.fullmatch(row[0])
-        if row[0] != "model.compute_dtype" or row[2] != "auto"
+    changes = [
+        (name, old, new)
+        for name, old, new in differences(before, config)
+        if not _may_change(name, old, new, config) and not _PATH_OF_DATA.fullmatch(name)
+        if name != "model.compute_dtype" or new != "auto"
     ]
-    if rows:
+    if changes:
         misfit = None
-        if any(name.partition(".")[0] in ("model", "optimizer") for name, _, _ in rows):
+        if any(name.partition(".")[0] in ("model", "optimizer") for name, _, _ in changes):
             misfit = _misfit(saved, config, parameters, new_optimizer_state=new_optimizer_state)
-        _check_changes(saved, rows, misfit, overrides)
-        changes = (f"{name} from {old} to {new}" for name, old, new in rows)
-        log(f"changed on purpose: {', '.join(changes)}")
+        _check_changes(saved, changes, misfit, overrides)
+        texts = (f"{name} from {old} to {new}" for name, old, new in changes)
+        log(f"changed on purpose: {', '.join(texts)}")
     steps = fixed_schedule(before).decay_steps
     if steps is not None and config.schedule.decay_steps is None and config.decay_steps != steps:
         log(
@@ -124,10 +124,9 @@ def continued_config(
     return config
 
 
-def _may_change(row: tuple[str, Any, Any], config: TrainConfig) -> bool:
-    """Whether a field may change freely, by a row of `differences`: name, old value, new value."""
-    name, *values = row
-    if name == "model.attention" and getattr(config.model, "dropout", 0) and "plain" in values:
+def _may_change(name: str, old: Any, new: Any, config: TrainConfig) -> bool:
+    """Whether a field, by its dotted name, may change freely from `old` to `new`."""
+    if name == "model.attention" and getattr(config.model, "dropout", 0) and "plain" in (old, new):
         return False  # only plain attention drops attention weights
     return _MAY_CHANGE.match(name) is not None
 
@@ -224,19 +223,19 @@ def _misfit(
 
 def _check_changes(
     saved: Checkpoint,
-    rows: Sequence[tuple[str, Any, Any]],
+    changes: Sequence[tuple[str, Any, Any]],
     misfit: str | None,
     overrides: Sequence[str],
 ) -> None:
     """Check that `overrides` name every change, and that there is no `misfit`."""
-    names = [name for name, _, _ in rows]
+    names = [name for name, _, _ in changes]
     refused = [n for n in names if not any(n == o or n.startswith(f"{o}.") for o in overrides)]
     if not refused and misfit is None:
         return
     workdir = saved.path.parent.parent  # of <workdir>/checkpoints/STEP
     differing = ", ".join(
         f"{name} ({old} there, {new} here)"
-        for name, old, new in rows
+        for name, old, new in changes
         if name in refused or not refused
     )
     if refused:
@@ -244,7 +243,7 @@ def _check_changes(
     else:
         problem = f"--resume-overrides cannot change {differing}: {misfit}"
     way_out = "Continue it with its own values, or choose another --workdir"
-    if any(isinstance(old, Source) for _, old, _ in rows):  # a file of the user's changed
+    if any(isinstance(old, Source) for _, old, _ in changes):  # a file of the user's changed
         way_out = f"{workdir / SOURCES} keeps the code of before. {way_out}"
     if misfit is None:
         wanted = ",".join([*overrides, *refused])

@@ -97,7 +97,7 @@ class MetricsFile(Sink):
         """Open the file of a run that continues after `resume_step` steps; None for a new run.
 
         Lines of later steps are removed, as the run makes these steps again. A new run removes all
-        lines: they are of a start that saved nothing. For `may_write` see `files.LineFile`.
+        lines, from a start that saved nothing. For `may_write` see `files.LineFile`.
         """
         self._lines: LineFile | None = None
         self.previous_lines: list[dict[str, Any]] = []
