@@ -630,13 +630,13 @@ def _gradients(
             return gradients_at(params, request.targets)[1:]
 
         def zeros() -> tuple[Any, jax.Array]:
-            return jax.tree.map(jnp.zeros_like, state.params), jnp.zeros_like(norm)
+            return jax.tree.map(jnp.zeros_like, state.params), jnp.zeros_like(gradients.norm)
 
         due = request.due
-        grads_and_norm = (
+        grads, norm = (
             compute() if due is None else jax.lax.cond(due(state.opt_state), compute, zeros)
         )
-        return Gradients(*grads_and_norm, multipliers[request.targets], config.gradient_clip_norm)
+        return Gradients(grads, norm, multipliers[request.targets], config.gradient_clip_norm)
 
     loss, grads, norm = gradients_at(state.params, "data")
     gradients = Gradients(grads, norm, multipliers["data"], config.gradient_clip_norm)
