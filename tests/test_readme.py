@@ -4,6 +4,7 @@ So do the links of the pages in tools/examples, whose code `tests/tools/test_pag
 flags of the commands there that need what is not at hand.
 """
 
+import dataclasses
 import itertools
 import re
 import shlex
@@ -125,6 +126,14 @@ def test_commands_have_these_flags(place, tmp_path, monkeypatch, capsys):
             assert stop.value.code == 0
             printed = capsys.readouterr().out
             assert [flag for flag in options if flag not in printed] == [], (command, *words)
+
+
+def test_fine_tuning_trains_the_model_of_the_hubs_weights():
+    (words,) = [
+        w[1:] for w in MAXMARS.values() if w[0] == "train" and "hf:openai-community/gpt2" in w
+    ]
+    model = parse_arguments(TrainArguments, words, prog="maxmars train").config.model
+    assert dataclasses.replace(model, remat=None) == GPT2Config.small()
 
 
 @pytest.mark.parametrize("name", TEXTS)

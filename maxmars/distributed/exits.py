@@ -1,8 +1,8 @@
 """Immediate ends of a process: exit codes and signals.
 
 This module loads no JAX, which takes seconds: a signal may come while it loads. `os._exit` replaces
-Python's exit, which would wait for threads and for the other processes of a run. `README.md` has
-the table of the exit codes.
+Python's exit, which would wait for threads and for the other processes of a run. The table of the
+exit codes is in `cli/README.md`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One process of a run: joining the others, requests to stop, hangs, lost peers, the exit code.
 
 The command makes a `RunProcess` before it loads JAX, which takes seconds, and hands it to `train`;
-so this module imports JAX and files late. `README.md` has the exit codes. The effect of a signal
-depends on the phase:
+so this module imports JAX and files late. `cli/README.md` has the exit codes. The effect of a
+signal depends on the phase:
 
     starting   `join` counts the start and meets the others, `train` opens the run;
                a signal ends the process at once with 75: there is nothing to save
