@@ -96,10 +96,10 @@ def _run(argv: list[str]) -> int:
         print(f"\ninterrupted; {again}", file=sys.stderr)
         return 130
     except (Exception, SystemExit) as error:
-        from maxmars.config.errors import EXTERNAL_ERRORS, place_in_own_file
+        from maxmars.config.errors import EXTERNAL_ERRORS, line_in_user_file
 
         if isinstance(error, SystemExit):
-            if place_in_own_file(error) is None:
+            if line_in_user_file(error) is None:
                 raise
             error.add_note("sys.exit ends the command; raise an exception there")
         is_external = isinstance(error, (*EXTERNAL_ERRORS, SystemExit)) or _is_out_of_memory(error)
@@ -195,7 +195,7 @@ def _stay_on_the_cpu_without_chips() -> None:
 def _report(error: BaseException) -> int:
     """Print an error as one line; returns the exit code."""
     from maxmars.config.checks import UsageError
-    from maxmars.config.errors import in_words, place_in_own_file
+    from maxmars.config.errors import in_words, line_in_user_file
 
     message = in_words(error)
     if _is_out_of_memory(error):
@@ -206,7 +206,7 @@ def _report(error: BaseException) -> int:
             f"out of memory ({message.splitlines()[0]}): {', '.join(notes or [way_out])}; "
             "`maxmars plan` says what fits."
         )
-    elif not (place_in_own_file(error) or _is_raised_here(error)):
+    elif not (line_in_user_file(error) or _is_raised_here(error)):
         message = f"{message} (MAXMARS_TRACEBACK=1 shows where this was raised)"
     _print_error(message)
     return 2 if isinstance(error, UsageError) else 1

@@ -41,7 +41,7 @@ class DataArguments(CheckedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_distinct([(one.name, f"data.path={one.written}") for one in self.sets])
+        require_distinct([(one.name, f"data.path={one.spec}") for one in self.sets])
 
     @property
     def sets(self) -> tuple[ValidationSet, ...]:

@@ -61,7 +61,7 @@ def _named(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
         parse, metavar = str, "FILE.py:NAME"
     else:
         return None
-    return _one_word(metavar, lambda words: parse(*words), info.type, lambda named: named.written)
+    return _one_word(metavar, lambda words: parse(*words), info.type, lambda named: named.spec)
 
 
 def _one_word(

@@ -287,7 +287,7 @@ def open_comparison(comparison: Comparison, workdir: Path) -> None:
     write_json(workdir / COMPARISON, fields)
     # Trials run copies; of a file that has changed since the config was made, there is one already.
     for source in (source for c in comparison.contenders for source in sources_in(c.config)):
-        if source.as_it_is() == source:
+        if source.with_current_digest() == source:
             keep_code(source, workdir, _copy_directory(source))
 
 

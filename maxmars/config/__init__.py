@@ -1,4 +1,7 @@
-"""What a run is: frozen dataclasses, all importable from here, and their checks."""
+"""Configs of runs: frozen dataclasses, all importable from here, and their checks.
+
+Neither this room nor what it imports loads JAX, so that `--help` and a wrong option answer at once.
+"""
 
 from maxmars.config.comparison import ComparisonConfig
 from maxmars.config.data import (

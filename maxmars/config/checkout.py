@@ -1,5 +1,9 @@
-"""Where the code that runs here comes from: its commit, and the wheel that it was installed from,
-such as the one that `maxmars launch` makes and sends."""
+"""Origin of the running code: its commit, and the wheel that it was installed from.
+
+A record of a run has both. A checkout asks git. An installed copy has the file `COMMIT`, if
+`maxmars launch` made its wheel, and the `direct_url.json` that pip writes for an address or a file
+(PEP 610).
+"""
 
 from __future__ import annotations
 
@@ -10,18 +14,22 @@ from pathlib import Path
 from typing import Any
 
 COMMIT = "launch-commit.txt"
-"""In the .dist-info of a wheel that `maxmars launch` made: the commit of its code."""
+"""File in the .dist-info of a wheel that `maxmars launch` made: the commit of the code."""
 
 
 def git_commit(root: Path) -> str | None:
-    """Commit of the code in `root`, `-dirty` if tracked files of a checkout have changed; None if
-    neither git nor what was installed there tells it."""
+    """Commit of the code in `root`, with `-dirty` if tracked files have changed; None if unknown.
+
+    Args:
+      root: the top of a checkout, or the `site-packages` that maxmars was installed into.
+    """
     if not (root / ".git").exists():
         commit, origin = _installed(root)
         return commit or origin.get("vcs_info", {}).get("commit_id")
     describe = ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         return subprocess.check_output(
+            # Git refuses the checkout of another user, as a container often sees it.
             ["git", "-c", "safe.directory=*", *describe],
             cwd=root,
             stderr=subprocess.DEVNULL,
@@ -33,15 +41,16 @@ def git_commit(root: Path) -> str | None:
 
 
 def wheel_sha256(root: Path) -> str | None:
-    """SHA-256, in hex, of the wheel that was installed into `root` from a file; None if none was,
-    or not by pip, which notes it (before 23.1 only if the URL said it)."""
+    """SHA-256, in hex, of the wheel that pip installed into `root` from a file or an address; None
+    for any other installation, and where pip before 23.1 did not record it."""
     _, origin = _installed(root)
     kind, _, digest = origin.get("archive_info", {}).get("hash", "").partition("=")
     return digest if kind == "sha256" else None
 
 
 def _installed(root: Path) -> tuple[str | None, dict[str, Any]]:
-    """`COMMIT`, and where the maxmars that is installed in `root` came from (PEP 610)."""
+    """Content of `COMMIT` and of `direct_url.json` of the maxmars installed in `root`; (None, {})
+    where there is none."""
     for package in importlib.metadata.distributions(name="maxmars", path=[str(root)]):
         origin = json.loads(package.read_text("direct_url.json") or "{}")
         return (package.read_text(COMMIT) or "").strip() or None, origin

@@ -1,7 +1,8 @@
-"""The table of chips: what each has of arithmetic, memory and networks, by its data sheet, and the
-shapes that it comes in.
+"""The table of chips: FLOP/s, memory and networks of each by its data sheet, and shapes of slices.
 
-Training measures MFU by it, `maxmars plan` estimates times, `maxmars launch` counts chips.
+Training measures MFU by this table, `maxmars plan` estimates times, and `maxmars launch` counts
+chips and hosts. A row has the figures of one JAX device: of half a chip for a TPU7x, which has two.
+A name such as `v5p:4x4x8` counts chips; Google's `v5p-256` is the same slice by its cores.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ GPUS_PER_HOST = 8
 
 @dataclass(frozen=True)
 class Chip:
-    """One chip, or one of its cores where JAX shows each as a device. Bandwidths are bytes a second
-    that leave it, in one direction."""
+    """One chip, or one of its cores where JAX shows each as a device. Bandwidths of networks are in
+    bytes a second that leave the device, in one direction."""
 
     name: str
     device_kind: str
@@ -32,20 +33,20 @@ class Chip:
     peak_flops: float
     """Dense bfloat16 FLOP/s."""
     memory_bytes: int
-    """Capacity of its high-bandwidth memory."""
+    """Capacity of the high-bandwidth memory."""
     memory_bandwidth: float
-    """Bytes a second from and to its memory."""
+    """Bytes a second between chip and memory."""
     network: Network
     """The fast network: inside a slice of TPUs, or between the GPUs of one host."""
     network_bandwidth: float
     dcn_bandwidth: float
-    """Between slices, or between hosts with GPUs: this chip's share of its host's interfaces."""
+    """Bandwidth between slices, or between hosts with GPUs: the chip's share of its host's."""
     topology_axes: int | None = None
     """Axes of the torus of a TPU slice; None for GPUs."""
     most_chips: int | None = None
-    """Of one slice; None for GPUs."""
+    """Most chips in one slice; None for GPUs."""
     devices: int = 1
-    """JAX devices of a chip, by which the figures above are divided."""
+    """JAX devices of one chip; the figures above are those of one device."""
 
     @property
     def is_tpu(self) -> bool:
@@ -53,12 +54,12 @@ class Chip:
 
     @property
     def clock_hz(self) -> float | None:
-        """Cycles a second of a TPU; None where they are not known, and of GPUs, whose compiler
-        gives no cycles."""
+        """Cycles a second of a TPU; None where unknown, and for GPUs, whose compiler estimates no
+        cycles."""
         return _CLOCKS_HZ.get(self.name)
 
     def bandwidth(self, network: Network) -> float:
-        """Bytes a second that leave it over a network, in one direction."""
+        """Bytes a second that leave the chip over a network, in one direction."""
         return self.dcn_bandwidth if network == "DCN" else self.network_bandwidth
 
 
@@ -92,15 +93,16 @@ CHIPS = {
     "b200": Chip("B200 SXM", r"\bB200\b", 2250e12, 180 * 10**9, 8000e9, "NVLink", 900e9, 50e9),
 }
 
-# The published FLOP/s divided by 2 FLOPs a cycle for each place of the matrix units, of 128 x 128
-# four in v5e and eight in v5p, of 256 x 256 four in v6e.
+# The published FLOP/s divided by 2 FLOPs a cycle for each multiplier of the matrix units: v5e has
+# four units of 128 x 128, v5p eight, v6e four of 256 x 256.
 _CLOCKS_HZ = {"TPU v5e": 1.5e9, "TPU v5p": 1.75e9, "TPU v6e": 1.75e9}
 
-# Google's types of TPU VMs: the chip, and what the number after it counts a chip as, which is its
-# cores for v4 and v5p. GKE alone has tpu7x.
+# Google's types of TPU VMs: the chip, and by how much the number in a name such as v5p-128 counts
+# it: by its two cores for v4 and v5p. GKE alone has tpu7x.
 TPU_TYPES = {"v6e": ("v6e", 1), "v5p": ("v5p", 2), "v5litepod": ("v5e", 1), "v4": ("v4", 2)}
 
-# Other GPUs that MFU is known for; the first pattern found counts.
+# Peak FLOP/s of GPUs that have no row above; these patterns come before those of the rows, as
+# "H100 PCIe" matches the one of "H100", too.
 _OTHER_PEAK_FLOPS = {r"\bH100 PCIe\b": 756e12, r"\bH100 NVL\b": 835e12}
 
 
@@ -111,7 +113,7 @@ class Shape:
     kind: str
     """Key of `CHIPS`."""
     sizes: tuple[int, ...]
-    """Chips along each axis of a slice; the number of GPUs."""
+    """Chips along each axis of a slice; for GPUs their number alone."""
 
     @property
     def chip(self) -> Chip:
@@ -123,17 +125,17 @@ class Shape:
 
     @property
     def num_devices(self) -> int:
-        """As JAX counts."""
+        """Number of JAX devices."""
         return self.num_chips * self.chip.devices
 
     @property
     def name(self) -> str:
-        """As `parse_shape` reads it: v5p:4x4x8, h100:16."""
+        """The text that `parse_shape` reads as this shape: v5p:4x4x8, h100:16."""
         return f"{self.kind}:{'x'.join(map(str, self.sizes))}"
 
     @property
     def tpu_type(self) -> str | None:
-        """Google's type of TPU VMs that gives this slice, such as v5p-128; None if none does."""
+        """Google's type of TPU VMs with this slice, such as v5p-128; None if there is none."""
         for kind, (chip, cores) in TPU_TYPES.items():
             if chip == self.kind and self == _slice_of_type(kind, self.num_chips * cores):
                 return f"{kind}-{self.num_chips * cores}"
@@ -143,6 +145,7 @@ class Shape:
     def chips_per_host(self) -> int:
         if not self.chip.is_tpu:
             return min(self.num_chips, GPUS_PER_HOST)
+        # A slice of v5e or v6e with up to eight chips is one host; every other host has four.
         if self.chip.topology_axes == 2 and self.num_chips <= 8:
             return self.num_chips
         return 4
@@ -153,14 +156,14 @@ class Shape:
 
     @property
     def network_size(self) -> int:
-        """JAX devices that one fast network joins: of a slice, or of a host with GPUs."""
+        """Number of JAX devices that one fast network joins: a slice, or a host with GPUs."""
         return self.num_devices if self.chip.is_tpu else self.chips_per_host
 
     def check_slices(self, num_slices: int) -> None:
-        """Check that Google Cloud can join so many of these to train as one.
+        """Check that Google Cloud can join `num_slices` slices of this shape to train as one.
 
         Raises:
-          UsageError: they cannot; says why.
+          UsageError: Google Cloud cannot; the message says why.
         """
         if num_slices < 1:
             raise UsageError(f"--num-slices {num_slices} must be at least 1.")
@@ -177,10 +180,10 @@ class Shape:
 
 
 def slice_sizes(kind: str) -> list[tuple[int, ...]]:
-    """The slices of a TPU, by the chips along each axis.
+    """Slices of a kind of TPU, as chips along each axis.
 
-    They are those of Google Cloud's pages on each TPU: of two axes the listed ones, of three parts
-    of a cube of 4x4x4 chips or whole cubes, in ascending order of the axes.
+    By Google Cloud's page on each TPU: with two axes the listed slices; with three axes parts of a
+    cube of 4x4x4 chips, or whole cubes, with the axes in ascending order.
     """
     chip = CHIPS[kind]
     assert chip.most_chips is not None
@@ -196,31 +199,44 @@ def _cubes() -> list[tuple[int, ...]]:
 
 
 def _slice_of_type(kind: str, size: int) -> Shape | None:
-    """The slice of a type of TPU VMs: of those with so many chips, the one nearest to a cube."""
+    """The slice of a type of TPU VMs such as ("v5p", 128): among slices of equal size the one
+    nearest to a cube; None if there is none of that size."""
     chip, cores = TPU_TYPES[kind]
     shapes = [sizes for sizes in slice_sizes(chip) if math.prod(sizes) * cores == size]
     return Shape(chip, min(shapes, key=max)) if shapes else None
 
 
 def _parse_type(text: str, option: str) -> Shape:
-    """The chips of a type of TPU VMs such as v5p-128."""
-    kind, _, size = text.partition("-")
-    tpu_slice = _slice_of_type(kind, int(size))
+    """Parse a type of TPU VMs such as v5p-128."""
+    kind, _, number = text.partition("-")
+    size = int(number)
+    tpu_slice = _slice_of_type(kind, size)
     if tpu_slice is None:
         chip, cores = TPU_TYPES[kind]
-        known = {math.prod(sizes) * cores for sizes in slice_sizes(chip)}
-        near = sorted(known, key=lambda known: abs(math.log(known / int(size))))[:3]
-        names = ", ".join(f"{kind}-{known}" for known in near)
-        raise UsageError(f"{option} {text}: there is no such slice; the nearest are {names}.")
+        sizes = {math.prod(sizes) * cores for sizes in slice_sizes(chip)}
+        raise _no_slice(text, option, {f"{kind}-{n}": n / size for n in sorted(sizes)})
     return tpu_slice
 
 
+def _no_slice(text: str, option: str, ratios: dict[str, float]) -> UsageError:
+    """The error for a slice that does not exist. `ratios` has the slices that do, each with its
+    size divided by the size asked for."""
+    nearest = sorted(ratios, key=lambda name: abs(math.log(ratios[name])))[:3]
+    return UsageError(
+        f"{option} {text}: there is no such slice; the nearest are {', '.join(nearest)}."
+    )
+
+
 def parse_shape(text: str, option: str = "--topology") -> Shape:
-    """The chips of `v5p:4x4x8` (chips along each axis of a TPU slice), `v5p-256` (the same, as
-    Google's type of TPU VMs) or `h100:16` (GPUs); `option` is named in errors.
+    """Parse `v5p:4x4x8` (chips along each axis of a TPU slice), `v5p-256` (the same slice, as
+    Google's type of TPU VMs) or `h100:16` (GPUs).
+
+    Args:
+      text: the name of a shape.
+      option: the option that has it, for errors.
 
     Raises:
-      UsageError: there is no such kind or no such shape; names the nearest.
+      UsageError: there is no such kind or no such shape; the message names the nearest.
     """
     if re.fullmatch(rf"({'|'.join(TPU_TYPES)})-[1-9]\d*", text):
         return _parse_type(text, option)
@@ -242,21 +258,19 @@ def parse_shape(text: str, option: str = "--topology") -> Shape:
                 f"{GPUS_PER_HOST}: there are {GPUS_PER_HOST} in a host."
             )
     elif sizes not in (known := slice_sizes(kind)):
-        wanted = math.prod(sizes)
-        near = sorted(known, key=lambda sizes: abs(math.log(math.prod(sizes) / wanted)))[:3]
-        names = ", ".join(f"{kind}:{'x'.join(map(str, sizes))}" for sizes in near)
-        raise UsageError(f"{option} {text}: there is no such slice; the nearest are {names}.")
+        shapes = [Shape(kind, known_sizes) for known_sizes in known]
+        raise _no_slice(text, option, {s.name: s.num_chips / math.prod(sizes) for s in shapes})
     return Shape(kind, sizes)
 
 
 def chip_name(device_kind: str) -> str | None:
-    """The key in `CHIPS` of a device (`jax.Device.device_kind`); None where it is unknown."""
+    """The key in `CHIPS` of a device (`jax.Device.device_kind`); None for an unknown one."""
     return next((key for key, c in CHIPS.items() if re.search(c.device_kind, device_kind)), None)
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of a device (`jax.Device.device_kind`); None where unknown, as of a
-    CPU or of a part of a GPU (MIG)."""
+    """Dense bfloat16 FLOP/s of a device (`jax.Device.device_kind`); None where unknown, such as for
+    a CPU or a part of a GPU (MIG)."""
     if re.search(r"\bMIG\b", device_kind):
         return None
     known = _OTHER_PEAK_FLOPS | {chip.device_kind: chip.peak_flops for chip in CHIPS.values()}

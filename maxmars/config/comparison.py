@@ -1,4 +1,8 @@
-"""What `maxmars compare` compares, as a value: a config file's `get_comparison` returns it."""
+"""A comparison as a value: contenders, and how each is tuned.
+
+The command line of `maxmars compare` makes one, and so may the function `get_comparison` of a
+config file. The fields of `SearchConfig` are options of the command, too.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +23,22 @@ class SearchConfig(CheckedConfig):
     """How each contender is tuned, and with how many seeds the best settings run."""
 
     tune: Annotated[tuple[str, ...], arg(metavar="FIELD ...")] = ("learning_rate",)
-    """Fields to tune, in this order: of the optimizer's config, such as weight_decay, b1, b2 and
-    gamma, or an option of your own function, or warmup. A contender that lacks one is tuned over
-    the others, and named before the first run."""
+    """Fields to tune, in this order: fields of the optimizer's config, such as weight_decay, b1, b2
+    and gamma, options of your own function, or warmup. A contender without one of them is tuned
+    over the others, and a line says so before the first run."""
     budget: Annotated[Positive[int] | None, arg(metavar="N")] = None
-    """Most trials that the search of each contender takes; None is 4, and 4 more for each field."""
+    """Most trials in the search of each contender; None is 4, and 4 more for each field."""
     confirm: Annotated[Positive[int], arg(metavar="N")] = 1
-    """Seeds with which a setting must be better before the search moves there, of its budget. With
-    one seed a rate at the edge of stability may be lucky; with 3 it seldom is."""
+    """Seeds with which a setting must be better before the search moves to it; these runs count in
+    the budget. With one seed a learning rate at the edge of stability may be lucky; with 3 it
+    seldom is."""
     finalists: Annotated[Positive[int], arg(metavar="N")] = 2
-    """The best settings of each contender, which run with all seeds."""
+    """Number of best settings of each contender that run with all seeds."""
     seeds: Annotated[Positive[int], arg(metavar="N")] = 3
-    """Seeds of the best settings: the config's seed, with which all settings are tried, and those
-    that follow it."""
+    """Number of seeds for the best settings: the config's own, with which every setting is tried,
+    and the numbers after it."""
     baseline: Annotated[str | None, arg(metavar="NAME")] = None
-    """The contender that the others are tested against; None is the first."""
+    """Contender that the others are tested against; None is the first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +46,15 @@ class ComparisonConfig(SearchConfig):
     """Contenders and what is tuned of each.
 
     Raises:
-      ValueError: a name is none for a directory, or names no contender.
+      ValueError: the name of a contender cannot be a directory's, grids or baseline name no
+        contender, or confirm exceeds seeds.
     """
 
     contenders: dict[str, TrainConfig]
-    """By name, of letters, digits, `.`, `_` and `-`."""
+    """Config of each contender, by a name of letters, digits, `.`, `_` and `-`."""
     grids: dict[str, dict[str, tuple[float, ...]]] = field(default_factory=dict)
-    """Contender -> field -> values to try; `()` are those around the config's own. A field that
-    `tune` lacks is tuned after the others, for this contender alone."""
+    """Contender -> field -> values to try; `()` means values around the config's own. A field that
+    is not in `tune` is tuned after the others, for this contender alone."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,12 +64,12 @@ class ComparisonConfig(SearchConfig):
                 _NAME.fullmatch(name) is not None,
                 f"the contender {name!r} names a directory: write letters, digits, . _ and -.",
             )
-        named = [("grids", name) for name in self.grids]
-        named += [("baseline", self.baseline)] if self.baseline is not None else []
-        for where, name in named:
+        mentions = [("grids", name) for name in self.grids]
+        mentions += [("baseline", self.baseline)] if self.baseline is not None else []
+        for field_name, name in mentions:
             require(
                 name in self.contenders,
-                f"{where}: {name!r} is none of the contenders {', '.join(self.contenders)}.",
+                f"{field_name}: {name!r} is none of the contenders {', '.join(self.contenders)}.",
             )
         require(
             self.confirm <= self.seeds,

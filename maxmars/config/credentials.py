@@ -1,7 +1,9 @@
 """The refusal of credentials where a value enters the records of a run.
 
-Whoever may read a working directory reads its records, and a model card carries some of them on. So
-a user's own function reads its credentials from the environment.
+Whoever may read a working directory reads its records, and a model card publishes some of them. So
+a user's own function reads its credentials from the environment. A value is refused for its name,
+such as `api_key`, or for its text, which looks like a token, a key or an address with a login. The
+patterns miss some credentials on purpose: an honest option that is refused ends a run.
 """
 
 from __future__ import annotations
@@ -32,23 +34,23 @@ _TEXTS = {
         r"(?i:\bAuthorization[\"']?\s*[:=]\s*[\"']?\w)|\bBearer\s+[\w.~+/=-]{6}"
         r"|(?i:\bbearer\s+(?=\S*\d)\S{8})"
     ),
-    # Of a query, a connection or a header; a template's `password: {x}` is none.
+    # In a query, a connection string or a header; the `password: {x}` of a template is no value.
     "a value of {}": re.compile(rf"(?i)(?<![^\W_])({_NAMES})[\"']?\s*[:=]\s*[\"']?[^\s\"'<{{|]"),
 }
 
 
 def refuse_credentials(value: Any, name: str) -> None:
-    """Refuse a value that is named as credentials are, or is a text that looks like one.
+    """Refuse a value with the name of a credential, or a text that looks like one.
 
     `text_key`, `answer_token` and `signature` are names like any other; None, True, False and ""
     are no credentials under any name.
 
     Args:
-      value: anything; of dataclasses, mappings, lists and tuples each item.
-      name: of the value, such as `data.options`, for the error.
+      value: anything; each item of dataclasses, mappings, lists and tuples is checked.
+      name: name of the value for the error, such as `data.options`.
 
     Raises:
-      UsageError: it holds a credential. The message has the name and not the value.
+      UsageError: the value is or holds a credential. The message has the name and not the value.
     """
     if value and not isinstance(value, bool) and _is_credential(name):
         raise UsageError(_refusal(name, "is named as credentials are"))
@@ -67,13 +69,14 @@ def refuse_credentials(value: Any, name: str) -> None:
                 "the environment in your own function."
             )
         for what, pattern in _TEXTS.items():
-            if (found := pattern.search(value)) is not None:
-                raise UsageError(_refusal(name, f"looks like {what.format(*found.groups())}"))
+            if (match := pattern.search(value)) is not None:
+                raise UsageError(_refusal(name, f"looks like {what.format(*match.groups())}"))
 
 
 def _is_credential(name: str) -> bool:
-    """Whether a value of this name is one, as of `data.options.db_password` or `--api-key`."""
+    """Whether a name is that of a credential, such as `data.options.db_password` or `--api-key`."""
     leaf = name.rpartition(".")[2].lstrip("-")
+    # apiKey and api-key are api_key.
     return bool(_NAME.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", leaf).lower()))
 
 

@@ -1,4 +1,9 @@
-"""Where the tokens of a run come from: directories of tokens, data of the user's own, a mixture."""
+"""Data of a run: directories of tokens, functions of the user's own, mixtures, validation sets.
+
+The class decides the kind of data, and the config file the class; the command line changes fields.
+What is common to several classes stands in small bases: `DataOptions` (every kind), `TokenOptions`
+(streams of tokens) and `TokenFilesConfig` (a directory, alone or as a part of a mixture).
+"""
 
 from __future__ import annotations
 
@@ -18,12 +23,12 @@ from maxmars.config.checks import (
     Rule,
     require,
 )
-from maxmars.config.user_code import Source, with_tuples
+from maxmars.config.user_code import Source, normalize_options
 
 Order = Literal["shuffled", "sequential", "random_windows"]
 Packing = Literal["none", "split"]
 
-# The files of text that can be read, by the endings of their names.
+# Endings of the files of text that `maxmars data prepare` and `eval.data` read.
 TEXT, LINES, JSON = (".txt",), (".jsonl", ".ndjson"), (".json",)
 DELIMITED, TABLES = (".csv", ".tsv"), (".parquet", ".arrow", ".feather")
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
@@ -35,41 +40,42 @@ ENDING = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions(CheckedConfig):
-    """The options of every kind of data."""
+    """Options of every kind of data."""
 
     order: Order = "shuffled"
-    """`shuffled` visits every window once an epoch, in a new random order each time; `sequential`
-    in the order of the text; `random_windows` starts each window at a random token, with
-    replacement, as nanoGPT and the official MARS code do."""
+    """Order of the training windows: `shuffled` visits each once an epoch, in a new random order
+    every time; `sequential` follows the text; `random_windows` starts each window at a random
+    token, with replacement, as nanoGPT and the official MARS code do."""
     verify: bool = True
-    """Compare the files with their checksums: on a disk while training starts, each file once a
-    working directory; in a bucket by the checksums that the bucket keeps, before the first step."""
+    """Compare the files with their checksums: on a disk while training starts, each file once for a
+    working directory; in a bucket before the first step, by checksums that the bucket stores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOptions(DataOptions):
-    """The options of directories of tokens."""
+    """Options of directories of tokens."""
 
     packing: Packing = "none"
-    """How documents share a window. `none`: the window is a piece of the stream of all documents,
-    and attention crosses their borders, as in nanoGPT; `split`: the same windows, but attention
-    stays within each document, in which positions count from 0."""
+    """How documents share a window. `none`: a window is a piece of the stream of all documents, and
+    attention crosses their borders, as in nanoGPT; `split`: the same windows, but attention stays
+    within each document, where positions count from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFilesConfig(CheckedConfig):
-    """A directory of tokens, and what the files of other programs do not say of their tokens.
+    """A directory of tokens, with the facts that files of other programs lack.
 
-    `meta.json` of `maxmars data prepare` says it all: there, all but the path stay None."""
+    `maxmars data prepare` writes all of them to `meta.json`; for its directories only the path is
+    set."""
 
     path: str
-    """Directory of tokens, on a disk or `gs://`; its format is recognised."""
+    """Directory of tokens, on a disk or `gs://`; the format is recognised."""
     tokenizer: str | None = None
-    """Of other programs' files: `byte`, `gpt2`, the path of a `tokenizer.json` or of its directory,
-    or `unknown`. None is what a header of llm.c or a `tokenizer.json` beside nanoGPT's files says,
-    `unknown` where `vocab_size` is set, else GPT-2's."""
+    """Tokenizer of files of other programs: `byte`, `gpt2`, the path of a `tokenizer.json` or its
+    directory, or `unknown`. None takes the one named by a header of llm.c or by a `tokenizer.json`
+    beside nanoGPT's files, else `unknown` if `vocab_size` is set, else GPT-2's."""
     vocab_size: Count[int] | None = None
-    """Number of token ids of other programs' files. None is the tokenizer's."""
+    """Number of token ids in files of other programs. None is the tokenizer's."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
     """Type of a token in nanoGPT's files, which have no header. None is uint16, or uint32 where the
     vocabulary needs it."""
@@ -85,14 +91,14 @@ class TokenFilesConfig(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenShardsConfig(TokenFilesConfig, TokenOptions):
-    """Tokens: a directory that `maxmars data prepare` wrote, on a disk or in a bucket, or a
-    directory of nanoGPT, build-nanogpt or llm.c as it is, on a disk."""
+    """A directory of tokens that `maxmars data prepare` wrote, on a disk or in a bucket, or one of
+    nanoGPT, build-nanogpt or llm.c, unchanged, on a disk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PythonSourcesConfig(TokenOptions):
-    """The running interpreter's standard library as text, one token a byte. Needs no download:
-    it is prepared once into the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
+    """Source code of the running Python's standard library, one token a byte. Without a download:
+    the tokens are prepared once in the cache (MAXMARS_CACHE, default ~/.cache/maxmars)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,27 +106,28 @@ class GrainSource(CheckedConfig):
     """A function of the user's own that returns a Grain dataset of training windows."""
 
     source: Source | str
-    """`FILE.py:NAME`, relative to the config file, or to where it is typed. It is called as
-    `windows(split=..., length=..., **options)` and returns a finite `grain.MapDataset`. Elements
-    are integer arrays of `length` + 1 tokens, or dicts of such arrays: `tokens`, and any of `mask`
-    (which tokens count as targets: booleans, or floats from 0 to 1 that weight their losses),
-    `segment_ids` and `positions`. Leave out shuffle and repeat, which the run does."""
+    """Function `FILE.py:NAME`; the path is relative to the config file, or on the command line to
+    the working directory. The run calls `NAME(split=..., length=..., **options)`, which returns a
+    finite `grain.MapDataset`. Elements are integer arrays of `length` + 1 tokens, or dicts of such
+    arrays: `tokens`, and any of `mask` (which tokens count as targets: booleans, or floats from 0
+    to 1 that weight their losses), `segment_ids` and `positions`. The run itself shuffles and
+    repeats the dataset."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, JSON values."""
     tokenizer: str = "unknown"
-    """The tokenizer of the tokens, for `maxmars generate` and HellaSwag: `byte`, `gpt2`, a
-    directory of tokens or a `tokenizer.json`. `unknown` takes that of a `maxmars.data.dataset` or
-    `documents` which the function maps."""
+    """Tokenizer of the tokens, for `maxmars generate` and HellaSwag: `byte`, `gpt2`, a directory of
+    tokens or a `tokenizer.json`. `unknown` takes the tokenizer of the `maxmars.data.dataset` or
+    `documents` that the function maps, if it maps one."""
     num_workers: NotNegative[int] = 0
-    """Processes that read batches ahead, for functions that take much CPU time; 0 reads in a
-    thread."""
+    """Number of processes that read batches ahead, for functions that take much CPU time; 0 reads
+    in a thread."""
 
     def __post_init__(self) -> None:
         source = Source.parse(self.source, field="source", example="my_data.py:f")
         object.__setattr__(self, "source", source)
         super().__post_init__()
-        # So that a run that continues finds them unchanged.
-        options = with_tuples(self.options, f"{type(self).__name__}.options")
+        # A run that continues compares them with those in config.json, which has no tuples.
+        options = normalize_options(self.options, f"{type(self).__name__}.options")
         object.__setattr__(self, "options", options)
 
 
@@ -132,8 +139,8 @@ class GrainConfig(DataOptions, GrainSource):
         super().__post_init__()
         require(
             self.order != "random_windows",
-            "data.order=random_windows starts windows anywhere in a stream of tokens, and a source "
-            "has windows of its own; choose shuffled or sequential.",
+            "data.order=random_windows starts windows anywhere in a stream of tokens, and "
+            "data.source makes the windows itself; choose shuffled or sequential.",
         )
 
 
@@ -155,10 +162,10 @@ class GrainPart(GrainSource):
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureChange(CheckedConfig):
-    """Other weights of a mixture from some example on."""
+    """Other weights of a mixture from an example on."""
 
     at_example: Positive[int]
-    """The first example with these weights. Step s, from 0 on, begins with example
+    """Number of the first example with these weights. Step s, from 0 on, begins with example
     s * global_batch_size."""
     weights: tuple[float, ...]
     """Share of each part, in the order of `parts`."""
@@ -166,14 +173,15 @@ class MixtureChange(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureConfig(TokenOptions):
-    """Several sources of tokens, interleaved by weight: in any range of examples the count of each
-    part differs from its share by a few at most. Each part has epochs of its own.
+    """Several parts, interleaved by weight: in any range of examples the count of each part differs
+    from its share by a few at most. Each part has epochs of its own.
 
     The validation windows of the parts are interleaved by the same rule, so that the validation
-    loss is the loss of the mixture; the weights there are always those of `parts`."""
+    loss is the loss of the mixture; there the weights are always those of `parts`."""
 
     parts: tuple[MixturePart | GrainPart, ...]
-    """Sources and weights; all must have the same tokenizer. A part of weight 0 is for a change."""
+    """Parts with their weights; all must have the same tokenizer. A part of weight 0 waits for a
+    change of the weights."""
     changes: tuple[MixtureChange, ...] = ()
     """Changes of the weights, in the order of their examples."""
 
@@ -201,7 +209,7 @@ class MixtureConfig(TokenOptions):
             self.order != "random_windows"
             or not any(isinstance(part, GrainPart) for part in self.parts),
             "data.order=random_windows starts windows anywhere in a stream of tokens, and a "
-            "GrainPart has windows of its own; choose shuffled or sequential.",
+            "GrainPart makes its windows itself; choose shuffled or sequential.",
         )
 
 
@@ -210,15 +218,15 @@ DataConfig = TokenShardsConfig | PythonSourcesConfig | GrainConfig | MixtureConf
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationSet(CheckedConfig):
-    """Validation data beside the split of the training data, which `NAME=PLACE` names."""
+    """Validation data besides the validation split of the training data, typed as `NAME=PLACE`."""
 
     name: Annotated[str, Rule(re.compile(r"[\w.-]+").fullmatch, "must be letters, digits, _ . -")]
-    """What its metrics are called by."""
+    """Name of the set in its metrics."""
     place: Source | NotEmpty
-    """A directory of tokens, whose split `val` is taken; a file of text, which is taken whole, in
-    the tokenizer of the model; or a function, `FILE.py:NAME`, see `GrainSource`."""
+    """A directory of tokens, of which the split `val` is scored; a file of text, scored whole with
+    the model's tokenizer; or a function `FILE.py:NAME`, see `GrainSource`."""
     digest: str | None = None
-    """Of the data. Only a run sets this."""
+    """Digest of the data. Only a run sets this."""
 
     def __post_init__(self) -> None:
         if isinstance(self.place, str) and ".py:" in self.place:
@@ -228,23 +236,26 @@ class ValidationSet(CheckedConfig):
 
     @classmethod
     def parse(cls, text: str) -> ValidationSet:
-        """The set that `NAME=PLACE` names, or `PLACE` alone, whose last part, without the ending of
-        a text, is then the name."""
+        """Parse `NAME=PLACE`, or `PLACE` alone, whose last part without a text's ending is then the
+        name."""
         name, equals, place = text.partition("=")
-        if not equals or "/" in name:
+        if not equals or "/" in name:  # in a path such as a/b=c the sign names nothing
             last = text.rpartition(":")[2] if ".py:" in text else PurePath(text).name
             name, place = ENDING.sub("", last), text
         return cls(name=name, place=place)
 
     @property
-    def written(self) -> str:
-        """`NAME=PLACE`, as a user writes it."""
-        place = self.place.written if isinstance(self.place, Source) else self.place
+    def spec(self) -> str:
+        """The set as a user types it, `NAME=PLACE`."""
+        place = self.place.spec if isinstance(self.place, Source) else self.place
         return f"{self.name}={place}"
 
 
-def require_distinct(named: Sequence[tuple[str, str]]) -> None:
-    """Raise ValueError unless the names of what a model is evaluated by are different; beside each
-    stands how it was set."""
-    for (name, one), (other, two) in itertools.combinations(named, 2):
-        require(name != other, f"{one} and {two} have the same name; give one another than {name}.")
+def require_distinct(names: Sequence[tuple[str, str]]) -> None:
+    """Raise a ValueError if two sets or functions of an evaluation have one name, as their metrics
+    would collide. Each name comes with the option that sets it, for the message."""
+    for (name, option), (other_name, other) in itertools.combinations(names, 2):
+        require(
+            name != other_name,
+            f"{option} and {other} have the same name; give one another than {name}.",
+        )

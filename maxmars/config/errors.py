@@ -1,7 +1,8 @@
-"""Errors that a user's input, files, network or environment cause, and how they are told.
+"""Errors that a user's input, files, network or environment cause, as messages of one line.
 
-They are raised where they happen, by us or by a library, and printed as one line at one place
-(`maxmars.cli`). A handler on the way only adds what the error is about.
+Such errors are raised where they happen, by maxmars or by a library, and printed at one place,
+`maxmars.cli`. Handlers on the way only add a note with the path, file or field (`about`), which
+`in_words` puts in front: "out/meta.json: Expecting value: line 1 column 1".
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-# What shows a stack trace instead is what no user can cause: TypeError, AssertionError and others.
+# All others, such as TypeError and AssertionError, are bugs and show a stack trace.
 EXTERNAL_ERRORS = (OSError, ValueError, ImportError, KeyError)
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -25,10 +26,7 @@ _STANDARD_LIBRARY = Path(sysconfig.get_path("stdlib"))
 
 @contextlib.contextmanager
 def about(what: object) -> Iterator[None]:
-    """Add a note to every error raised within: the path, file or field that was being read.
-
-    A library's "Expecting value: line 1 column 1" is then told as "out/meta.json: Expecting ...".
-    """
+    """Add a note to every error raised within the block: the path, file or field of the work."""
     try:
         yield
     except Exception as error:
@@ -37,23 +35,24 @@ def about(what: object) -> Iterator[None]:
 
 
 def in_words(error: BaseException) -> str:
-    """What an error says, behind the notes of `about`, the outermost first, and the place in the
-    user's own file that it comes from."""
-    # JAX's own note, on the traceback that it shortened, has several lines.
+    """The message of an error in one line: the line of the user's file that raised it, if one did,
+    the notes of `about` from the outermost in, and the error's own text."""
+    # JAX adds a note of several lines about its shortened traceback.
     notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
-    own = filter(None, [place_in_own_file(error)])
-    words = [*own, *reversed(notes), str(error) or type(error).__name__]
-    if isinstance(error, OSError) and error.strerror:  # whose own text begins with [Errno 2]
-        words[-1:] = [str(error.filename)] * bool(error.filename) + [error.strerror]
+    line = filter(None, [line_in_user_file(error)])
+    parts = [*line, *reversed(notes), str(error) or type(error).__name__]
+    if isinstance(error, OSError) and error.strerror:  # its str() begins with [Errno 2]
+        parts[-1:] = [str(error.filename)] * bool(error.filename) + [error.strerror]
         if error.errno == errno.EMFILE:
-            words[-1] += "; raise this limit of the shell: ulimit -n"
-    elif isinstance(error, KeyError) and len(error.args) == 1:
-        words[-1] = f"there is no {error.args[0]!r}"
-    return ": ".join(dict.fromkeys(words))
+            parts[-1] += "; raise this limit of the shell: ulimit -n"
+    elif isinstance(error, KeyError) and len(error.args) == 1:  # its str() is the key alone
+        parts[-1] = f"there is no {error.args[0]!r}"
+    return ": ".join(dict.fromkeys(parts))  # a note may repeat the path that OSError names
 
 
-def place_in_own_file(error: BaseException) -> str | None:
-    """`FILE.py:LINE` of the user's where an error was raised; None where it was in a library."""
+def line_in_user_file(error: BaseException) -> str | None:
+    """`FILE.py:LINE`, the innermost line of a user's own file in the traceback; None if there is
+    none."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         # The folders of libraries have these names in every environment.
@@ -66,14 +65,14 @@ def place_in_own_file(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def needs_extra(extra: str) -> Iterator[None]:
-    """Say in an ImportError which extra of maxmars installs the library that is imported within."""
+    """Add to every error within the block the extra of maxmars that has the missing package."""
     with about(f"this needs the extra {extra}: {pip_install(extra)}"):
         yield
 
 
 def pip_install(extra: str) -> str:
-    """The command, in backquotes, that adds an extra to the maxmars that is installed, and leaves
-    it what it is: an editable checkout, a copy, or of an address or an index (PEP 610)."""
+    """The command, in backquotes, that adds an extra to this installation of maxmars without
+    changing its kind (PEP 610): an editable checkout, a folder, an address or an index."""
     try:
         recorded = distribution("maxmars").read_text("direct_url.json")
     except PackageNotFoundError:  # a checkout on PYTHONPATH

@@ -1,8 +1,9 @@
-"""Which mesh a run takes, and whether it fits the devices, the model and the batch; without JAX, as
-a launch asks too.
+"""The mesh of a run: its axes over the devices, and checks that it fits the model and the batch.
 
-A fast network joins the devices of one TPU slice, or the GPUs of one host by NVLink. Between these
-lies a slower one.
+A mesh has the axes `data` (replicas), `fsdp` (shards of parameters and optimizer state) and
+`tensor` (heads and MLP). A fast network joins the devices of one TPU slice, or the GPUs of one host
+by NVLink; only `data` should cross the slower network between slices or hosts. Nothing here needs
+JAX, as `maxmars launch` checks a mesh before it rents the devices.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ Shape = Mapping[str, int]
 
 
 def choose_mesh(mesh: MeshConfig, model: ModelConfig, network_size: int) -> MeshConfig:
-    """The mesh with `fsdp` chosen, if neither it nor `data` is set: the devices of a fast network.
+    """Choose `fsdp` where neither `fsdp` nor `data` is set: the devices of a fast network.
 
-    Of these it takes as many as divide GPT-2's `embed_dim` into parts that fill the tiles in which
-    TPUs keep and multiply them; `data` gets the others.
+    For GPT-2 `fsdp` is the largest number of these devices that divides `embed_dim` into parts that
+    fill the tiles in which TPUs store and multiply arrays; `data` gets the other devices.
 
     Args:
-      mesh: of the config.
-      model: whose parameters `fsdp` splits.
-      network_size: devices that a fast network joins; 1 where there is nothing to gain, as on CPUs.
+      mesh: the mesh of the config.
+      model: the model, whose parameters `fsdp` splits.
+      network_size: number of devices that a fast network joins; 1 where none is faster, as on CPUs.
     """
     if mesh.data is not None or mesh.fsdp is not None:
         return mesh
@@ -34,23 +35,27 @@ def choose_mesh(mesh: MeshConfig, model: ModelConfig, network_size: int) -> Mesh
     fsdp = inside
     if not isinstance(model, ModuleConfig):
         common = math.gcd(inside, model.embed_dim)
-        fits = (n for n in range(common, 1, -1) if common % n == 0 and _fills(model.embed_dim // n))
-        fsdp = next(fits, 1)
+        sizes = (
+            n
+            for n in range(common, 1, -1)
+            if common % n == 0 and _fills_tiles(model.embed_dim // n)
+        )
+        fsdp = next(sizes, 1)
     return dataclasses.replace(mesh, fsdp=fsdp)
 
 
-def _fills(rows: int) -> bool:
-    """Whether so many rows take little more than themselves in tiles of 8 rows: of XL's 1,600, a
-    64th part, 25 rows, would take 32."""
+def _fills_tiles(rows: int) -> bool:
+    """Whether tiles of 8 rows store this number of rows with at most 5 % padding. A 64th part of
+    XL's 1,600 rows does not: its 25 rows take 32."""
     return -(-rows // 8) * 8 <= 1.05 * rows
 
 
 def mesh_shape(config: MeshConfig, num_devices: int, num_slices: int = 1) -> dict[str, int]:
-    """Sizes of the axes over so many devices.
+    """Sizes of the axes over `num_devices` devices in `num_slices` TPU slices.
 
     Raises:
-      ValueError: the axis sizes do not multiply to the number of devices, or `data` is no multiple
-        of the number of slices.
+      ValueError: the product of the sizes is not the number of devices, or `data` is no multiple of
+        the number of slices; the message names sizes that work.
     """
     fsdp = config.fsdp or 1
     rest = fsdp * config.tensor
@@ -76,9 +81,10 @@ def check_mesh(config: TrainConfig, shape: Shape) -> None:
     """Check that the mesh divides the model and the batch.
 
     Raises:
-      ValueError: it does not; the message names the sizes that work.
+      ValueError: the mesh does not; the message names sizes that work.
     """
     check_mesh_divides_model(config.model, shape)
+    # `fsdp` splits the batch as well as the parameters.
     shards, batch = shape["data"] * shape["fsdp"], config.global_batch_size
     counts = possible_microbatches(batch, shards)
     if config.num_microbatches is None and not counts:
@@ -87,8 +93,8 @@ def check_mesh(config: TrainConfig, shape: Shape) -> None:
             f"make it a multiple of {shards}."
         )
     if config.num_microbatches is not None and config.num_microbatches not in counts:
-        fits = ", ".join(map(str, counts))
-        way_out = f"num_microbatches may be {fits}, or None, which takes one of them"
+        allowed = ", ".join(map(str, counts))
+        way_out = f"num_microbatches may be {allowed}, or None, which takes one of them"
         raise ValueError(
             f"a microbatch of {config.microbatch_size} sequences (global_batch_size={batch} / "
             f"num_microbatches={config.num_microbatches}) does not divide over {shards} devices "
@@ -97,18 +103,19 @@ def check_mesh(config: TrainConfig, shape: Shape) -> None:
 
 
 def possible_microbatches(global_batch_size: int, shards: int) -> list[int]:
-    """The numbers of microbatches that divide over so many devices, ascending; maybe none."""
+    """Numbers of microbatches, ascending, whose sequences divide evenly over `shards` devices;
+    empty if even the whole batch does not."""
     rows, rest = divmod(global_batch_size, shards)
     small = [] if rest else [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
     return sorted({*small, *(rows // n for n in small)})
 
 
 def check_mesh_divides_model(model: ModelConfig, shape: Shape) -> None:
-    """Check that the mesh divides the axes of GPT-2's parameters that are split over it; those of a
-    module of the user's own are not known here (see `model.parameters.Parameters.shardings`).
+    """Check that the mesh divides the axes of GPT-2's parameters that are split over it. The axes
+    of a user's own module are unknown here; `model.parameters.Parameters.shardings` checks them.
 
     Raises:
-      ValueError: it does not; the message names the sizes that work.
+      ValueError: the mesh does not; the message names sizes that work.
     """
     if isinstance(model, ModuleConfig):
         return
@@ -118,10 +125,10 @@ def check_mesh_divides_model(model: ModelConfig, shape: Shape) -> None:
     ):
         if size % shape[axis]:
             largest = min(size, math.prod(shape.values()))
-            fits = ", ".join(str(n) for n in range(1, largest + 1) if size % n == 0)
+            allowed = ", ".join(str(n) for n in range(1, largest + 1) if size % n == 0)
             raise ValueError(
                 f"mesh.{axis}={shape[axis]} does not divide {name}={size}; mesh.{axis} may be "
-                f"{fits}."
+                f"{allowed}."
             )
     if model.padded_vocab_size % shape["tensor"]:
         raise ValueError(

@@ -1,4 +1,9 @@
-"""The model of a run: GPT-2, or a module of the user's own."""
+"""Configs of models: GPT-2, or a Flax NNX module of the user's own.
+
+The fields of `GPT2Config` are of three kinds: the architecture, which fixes the parameters (down to
+`layer_norm_epsilon`, with `dropout`), numerics (the dtypes), and speed and memory (`attention`,
+`remat`, `scan_unroll`), which change results by rounding only.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxmars.config.checks import CheckedConfig, Count, Fraction, Positive, require
-from maxmars.config.user_code import Source, with_tuples
+from maxmars.config.user_code import Source, normalize_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,46 +29,46 @@ class GPT2Config(CheckedConfig):
     vocab_size: Count[int] = 50257
     """Number of token ids that the softmax covers."""
     vocab_pad_multiple: Count[int] = 1
-    """Store the embedding with its rows rounded up to a multiple of this. Padding rows are masked
-    out of the softmax, so the loss does not depend on it; use it to make `tensor` divide the
-    vocabulary."""
+    """Store the embedding with its number of rows rounded up to a multiple of this. Padding rows
+    are masked out of the softmax, so the loss does not depend on them; use this to make `tensor`
+    divide the vocabulary."""
     use_bias: bool = True
-    """Biases in linear layers and LayerNorms (GPT-2 has them; the MARS paper's models do not)."""
+    """Use biases in linear layers and LayerNorms (GPT-2 does; the MARS paper's models do not)."""
     scale_attn_by_inverse_layer_idx: bool = False
     """Also divide the attention logits of layer i by i + 1 (the MARS paper's models do)."""
     layer_norm_epsilon: Positive[float] = 1e-5
-    """Added to the variance in every LayerNorm."""
+    """Epsilon of every LayerNorm, added to the variance."""
     dropout: Fraction = 0.0
-    """Share of the numbers that training sets to zero, for small texts, which overfit: of the sum
-    of the embeddings, of what attention and MLP add to the residual stream, and with
-    attention=plain also of the attention's weights, which the other kernels do not hold."""
+    """Dropout rate in training, for small texts, which overfit: on the sum of the embeddings, on
+    the outputs of attention and MLP, and with attention=plain also on the attention weights, which
+    the other kernels do not store."""
     param_dtype: Literal["float32", "float64"] = "float32"
     """Type of the parameters. float64 (for reference runs) needs JAX_ENABLE_X64=1."""
     compute_dtype: Literal["auto", "bfloat16", "float32", "float64"] = "bfloat16"
-    """Type of matrix products; norms, logits, softmax and loss use float32 at least. auto takes
+    """Type of matrix products; norms, logits, softmax and loss use float32 at least. `auto` takes
     bfloat16 on accelerators and float32 on CPUs; a run that continues keeps its type. On
-    accelerators, products of float32 round their operands to bfloat16 or TF32 unless the
-    environment variable JAX_DEFAULT_MATMUL_PRECISION is highest."""
+    accelerators, float32 products round their operands to bfloat16 or TF32 unless the environment
+    variable JAX_DEFAULT_MATMUL_PRECISION is highest."""
     residual_dtype: Literal["float32"] | None = None
-    """Type of the residual stream, which each branch adds to. None is `compute_dtype`; float32 (at
-    least) is what PyTorch's autocast leaves it in. It makes what `remat` keeps of each layer
-    larger, `full` twice as large; gradients in bfloat16 were measured to be no more exact."""
+    """Type of the residual stream. None is `compute_dtype`; float32 is what PyTorch's autocast
+    uses. With float32 the arrays that `remat` saves are larger, with remat=full twice as large; in
+    measurements it made bfloat16 gradients no more exact."""
     attention: Literal["auto", "plain", "blocked", "flat", "splash", "cudnn"] = "auto"
-    """Implementation of attention. `flat` and `splash` are kernels for TPUs and `cudnn` one for
-    NVIDIA GPUs; none stores length x length numbers a head. `flat` takes heads of 64 or 128 as the
-    products write them; `splash` takes any. `plain` and `blocked` run anywhere, and `blocked` is
-    faster on CPUs. `auto` chooses by the devices, and the run logs why where the first kernel for
-    them cannot be used."""
+    """Implementation of attention. `flat` and `splash` are kernels for TPUs and `cudnn` is one for
+    NVIDIA GPUs; none of the three stores length x length numbers for a head. `flat` takes heads of
+    64 or 128 without a transposition; `splash` takes any. `plain` and `blocked` run anywhere, and
+    `blocked` is faster on CPUs. `auto` chooses by the devices, and logs the reason where their
+    fastest kernel cannot be used."""
     remat: Literal["auto", "full", "attention", "dots"] | None = None
-    """Rematerialisation: which arrays of a block are kept for the backward pass, which computes the
-    others again. `full` keeps the block's input; `attention` also queries, keys, values and the
-    output of attention; `dots` also the results of all products with weights; None keeps
-    everything. `auto` is a rule: on GPUs the first from None on that fits by an estimate of the
-    memory; on TPUs `full`, from embed_dim 1280 on `attention` where it fits; None on CPUs. A run
-    that continues there keeps what was chosen. `maxmars plan --remat all` says what each takes."""
+    """Rematerialisation: the arrays of a block that are saved for the backward pass, which computes
+    the others again. `full` saves the block's input; `attention` also queries, keys, values and the
+    output of attention; `dots` also the results of all products with weights; None saves all.
+    `auto` takes on GPUs the policy that saves most and fits by an estimate of the memory; on TPUs
+    `full`, or from embed_dim 1280 on `attention` where it fits; on CPUs None. A run that continues
+    keeps the policy. `maxmars plan --remat all` shows memory and time of each."""
     scan_unroll: Count[int] | None = None
-    """Blocks per iteration of the scan over layers; more compiles longer and can run faster. None
-    takes all on GPUs, and one elsewhere."""
+    """Blocks per iteration of the scan over layers: more of them compile longer and may run faster.
+    None takes all on GPUs, and one elsewhere."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,10 +113,11 @@ class ModuleConfig(CheckedConfig):
     """Any language model, made by a function of the user's own."""
 
     make: Source | str
-    """`FILE.py:NAME`, relative to the config file, or to where it is typed. It is called as
-    `make(rngs=..., vocab_size=..., max_seq_len=..., **options)` and returns a Flax NNX module. See
-    `train/README.md` for what the trainer asks of the module."""
-    # Not hashed, as a dict cannot be; configs are still compared by it.
+    """Function `FILE.py:NAME`; the path is relative to the config file, or on the command line to
+    the working directory. The run calls `NAME(rngs=..., vocab_size=..., max_seq_len=...,
+    **options)`, which returns a Flax NNX module. `train/README.md` says what the trainer needs of
+    the module."""
+    # Not hashed, as a dict cannot be; `==` still compares it.
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of the function, JSON values."""
     vocab_size: Count[int]
@@ -119,9 +125,9 @@ class ModuleConfig(CheckedConfig):
     max_seq_len: Count[int]
     """Context length in tokens; also the length of a training sequence."""
     remat: str | None = None
-    """Rematerialisation: one of the module's own `remat_policies`, which the trainer puts into its
-    attribute `remat`. None keeps everything. `auto` takes None on CPUs and GPUs and the last of the
-    policies, that of the least memory, on TPUs."""
+    """Rematerialisation: one of the `remat_policies` of the module, which the trainer sets as its
+    attribute `remat`. None saves all arrays. `auto` takes None on CPUs and GPUs, and on TPUs the
+    last policy, the one with the least memory."""
 
     def __post_init__(self) -> None:
         make = Source.parse(self.make, field="model.make", example="my_model.py:make")
@@ -133,8 +139,8 @@ class ModuleConfig(CheckedConfig):
             f"model.options has {', '.join(sorted(taken))}, but no option of a model may be called "
             "rngs, vocab_size or max_seq_len.",
         )
-        # So that a run that continues finds them unchanged.
-        options = with_tuples(self.options, "ModuleConfig.options")
+        # A run that continues compares them with those in config.json, which has no tuples.
+        options = normalize_options(self.options, "ModuleConfig.options")
         object.__setattr__(self, "options", options)
 
 

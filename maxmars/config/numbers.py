@@ -1,12 +1,12 @@
-"""How numbers are written for people."""
+"""Numbers and durations as short texts for people."""
 
 from __future__ import annotations
 
 
 def short(number: int | float) -> str:
-    """Three digits of a number and its magnitude, up to exa: 987, 12.3k, 1.23M."""
+    """A number with three digits and its magnitude, up to exa: 987, 12.3k, 1.23M."""
     for power, suffix in zip(range(18, 0, -3), "EPTGMk", strict=True):
-        if number >= 10**power * 0.9995:
+        if number >= 10**power * 0.9995:  # what rounds to 1.00
             scaled = number / 10**power
             digits = 2 if scaled < 9.995 else 1 if scaled < 99.95 else 0
             return f"{scaled:.{digits}f}{suffix}"
@@ -14,7 +14,7 @@ def short(number: int | float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A duration: 0:07, 12:34, 1:02:03 or 2d 03h."""
+    """A duration in seconds as text: 0:07, 12:34, 1:02:03 or 2d 03h."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     if hours >= 24:

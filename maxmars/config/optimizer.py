@@ -1,7 +1,8 @@
 """One config class for each optimizer; `train/optimizer.py` makes optax optimizers of them.
 
-What each does with a kind of parameter its `rule_of` says: the update, tables and plans follow it.
-Fields named `vector_*` concern norms and biases; embeddings follow the class's docstring.
+Parameters are of three kinds (`Kind`), and `rule_of(kind)` is the one place that says which update,
+learning rate and decay a kind gets: the optimizer, tables and plans all ask it. Fields named
+`vector_*` concern norms and biases; the docstring of a class says what embeddings get.
 """
 
 from __future__ import annotations
@@ -20,63 +21,63 @@ from maxmars.config.checks import (
     Rule,
     require,
 )
-from maxmars.config.user_code import Source, keyword_defaults, with_tuples
+from maxmars.config.user_code import Source, keyword_defaults, normalize_options
 
 Kind = Literal["matrix", "embedding", "vector"]
-"""What a parameter is: the kernel of a linear layer, an embedding, or a norm's scale or a bias."""
+"""Kind of a parameter: the kernel of a linear layer, an embedding, or a norm's scale or a bias."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateRule:
-    """What an optimizer does with a kind of parameter."""
+    """Update rule of an optimizer for a kind of parameter."""
 
     name: str
     learning_rate_scale: float | None = 1.0
-    """The learning rate, as a multiple of the peak rate times the schedule. None: only the user's
-    own function knows."""
+    """Factor on the peak learning rate times the schedule. None: only the user's own function knows
+    it."""
     weight_decay: float | None = 0.0
-    """Decoupled weight decay. None: only the user's own function knows."""
+    """Decoupled weight decay. None: only the user's own function knows it."""
     orthogonalizes: bool = False
-    """Whether it needs whole matrices."""
+    """Whether the rule needs whole matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightUpdateConfig(CheckedConfig):
-    """How a direction becomes new parameters: which norms it keeps, what decays. Norms are those of
-    each layer's matrix by itself."""
+    """How an update is applied to the parameters: constraints on norms, and weight decay. A norm is
+    that of one layer's matrix."""
 
     hyperball: bool = False
-    """Keep the norm of every matrix, and take steps of the learning rate times it (arXiv
-    2606.16899): MuonH, AdamH, SOAP-H, MARS-H. These matrices then do not decay."""
+    """Keep the norm of every matrix constant, and take steps of the learning rate times this norm
+    (arXiv 2606.16899): MuonH, AdamH, SOAP-H, MARS-H. These matrices then do not decay."""
     floor: Positive[float] | None = None
-    """Lengthen a direction that is shorter than this times its matrix: 0.35 in modded-nanogpt,
-    without decay."""
+    """Lengthen an update whose norm is below this times the norm of its matrix: 0.35 in
+    modded-nanogpt, without decay."""
     cautious_decay: bool = False
-    """Decay only what the direction shortens too (arXiv 2510.12402)."""
+    """Decay only the entries that the update also brings toward zero (arXiv 2510.12402)."""
     coupled_decay: bool = False
     """Multiply the decay by the schedule once more, as AdamC does (arXiv 2506.02285)."""
     kinds: tuple[Kind, ...] = ("matrix",)
-    """Which parameters this concerns: matrix, embedding, vector."""
+    """Kinds of parameters that these options concern: matrix, embedding, vector."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require(
-            not self.hyperball or self.names == ("hyperball",),
+            not self.hyperball or self.enabled == ("hyperball",),
             "optimizer.weight_update.hyperball=True sets every norm and decays nothing; leave out "
-            f"{', '.join(self.names[1:])}.",
+            f"{', '.join(self.enabled[1:])}.",
         )
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """What is on."""
+    def enabled(self) -> tuple[str, ...]:
+        """Names of the options that are on."""
         switches = ("hyperball", "floor", "cautious_decay", "coupled_decay")
         return tuple(name for name in switches if getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecayedConfig(CheckedConfig):
-    """An optimizer with one rule, which decays the matrices of linear layers alone; those that have
-    several rules override `own_rule_of`."""
+    """Base of an optimizer with one rule, which decays only the matrices of linear layers. One with
+    several rules overrides `base_rule`."""
 
     learning_rate: Positive[float]
     """Peak learning rate; the schedule multiplies it."""
@@ -85,18 +86,18 @@ class DecayedConfig(CheckedConfig):
     weight_update: WeightUpdateConfig = WeightUpdateConfig()
 
     def rule_of(self, kind: Kind) -> UpdateRule:
-        """What it does with a kind of parameter."""
-        rule = self.own_rule_of(kind)
+        """Update rule of a kind of parameter, with `weight_update`."""
+        rule = self.base_rule(kind)
         if kind not in self.weight_update.kinds:
             return rule
         return dataclasses.replace(
             rule,
-            name=" ".join([rule.name, *self.weight_update.names]),
+            name=" ".join([rule.name, *self.weight_update.enabled]),
             weight_decay=0.0 if self.weight_update.hyperball else rule.weight_decay,
         )
 
-    def own_rule_of(self, kind: Kind) -> UpdateRule:
-        """The rule, `weight_update` aside."""
+    def base_rule(self, kind: Kind) -> UpdateRule:
+        """Update rule of a kind of parameter, without `weight_update`."""
         name = type(self).__name__.removesuffix("Config").lower()
         return UpdateRule(name=name, weight_decay=self.weight_decay if kind == "matrix" else 0.0)
 
@@ -110,7 +111,7 @@ class AdamLikeConfig(DecayedConfig):
     b2: Fraction
     """Decay of the second moment."""
     eps: Positive[float] = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon, added to the root of the second moment."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,20 +123,21 @@ class NewtonSchulzConfig(DecayedConfig):
     decay_embeddings: bool = False
     """Decay embeddings too, by `weight_decay`."""
     embeddings: Literal["adamw", "orthogonalize"] = "adamw"
-    """Rule of the embeddings, where matrices are orthogonalised; the official MARS-Shampoo
-    orthogonalises them."""
+    """Rule of embeddings while matrices are orthogonalised; the official MARS-Shampoo
+    orthogonalises embeddings too."""
     qkv: Literal["fused", "qkv", "heads"] = "fused"
-    """Which parts of the attention's input projection are orthogonalised separately: none, so the
-    whole matrix at once (as the official MARS does), queries, keys and values, or every head."""
+    """Parts of the attention's input projection that are orthogonalised separately: `fused` takes
+    the whole matrix at once, as the official MARS does; `qkv` queries, keys and values; `heads`
+    every head."""
     ns_steps: Positive[int] = 5
-    """Newton-Schulz iterations."""
+    """Number of Newton-Schulz iterations."""
     ns_coefficients: Literal["keller", "polar_express", "cans"] = "keller"
-    """Newton-Schulz coefficients; keller's are those of the official Muon and MARS."""
+    """Newton-Schulz coefficients; `keller` are those of the official Muon and MARS."""
     ns_dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
-    """Type of the operands of Newton-Schulz and of its traffic."""
+    """Type of the matrices in Newton-Schulz, and on the network before and after it."""
     row_normalization: Fraction | None = None
-    """Divide each output row of what Newton-Schulz returns by the root of its moving mean square:
-    NorMuon (arXiv 2510.05491), whose decay of that average is 0.95. None does not."""
+    """Decay of an EMA of each output row's mean square; the result of Newton-Schulz is divided by
+    its root, as in NorMuon (arXiv 2510.05491), whose decay is 0.95. None does not normalise."""
     own_over_data: bool = False
     """Distribute the matrices over the mesh's data axis too, not only over fsdp and tensor.
     Newton-Schulz then runs once for each matrix instead of once for each replica, and the results
@@ -151,63 +153,69 @@ Decays = Annotated[
 @dataclass(frozen=True, kw_only=True)
 class MomentumKernelConfig(CheckedConfig):
     """A momentum of several EMAs of the gradient: gradient_weight * gradient + the sum of weights *
-    EMAs, in place of the optimizer's own momentum; off without decays and preset. Newton-Schulz
-    gets it, or Adam divides it by the root of its second moment. The buffer of each EMA takes 4
-    bytes a parameter."""
+    EMAs, in place of the optimizer's own momentum; off without decays and preset. This momentum
+    goes to Newton-Schulz, or Adam divides it by the root of the second moment. The buffer of each
+    EMA takes 4 bytes a parameter."""
 
     preset: Literal["two_ema", "six_ema", "eight_ema", "ademamix"] | None = None
-    """Kernels of the records of modded-nanogpt's Track 3 in the summer of 2026, or that of AdEMAMix
-    (arXiv 2409.03137) for AdamW, whose decays are 0.9 and 0.9999 and whose weights 1 and 8 if none
-    are given."""
+    """Kernel by name: two_ema, six_ema and eight_ema of the records of modded-nanogpt's Track 3 in
+    the summer of 2026; or ademamix (arXiv 2409.03137) for AdamW, with decays 0.9 and 0.9999 and
+    weights 1 and 8 unless decays and weights are given."""
     decays: Decays = ()
     """Decay of each EMA."""
     weights: tuple[float, ...] = ()
-    """Weight of each EMA. The sum with gradient_weight need not be 1; where Adam divides, it scales
-    the step."""
+    """Weight of each EMA. Their sum with gradient_weight need not be 1; with Adam it scales the
+    step."""
     gradient_weight: float = 0.0
     """Weight of the gradient itself."""
     switch_step: CountOrZero[int] | None = None
-    """Last update, counted from 0, in which the EMAs of a record all have the decay 0.95; None is
-    the record's: 1,000, or 750 for six_ema. Updates are those of the optimizer's state: they begin
-    anew with a new state (`maxmars rewind --new-optimizer-state`), a skipped step is none, nor is
-    the first of SOAP."""
+    """Last update, from 0 on, in which all EMAs of a record's kernel have the decay 0.95; None is
+    the record's own: 1,000, or 750 for six_ema. The count is in the optimizer's state: it begins
+    anew with a new state (`maxmars rewind --new-optimizer-state`), and neither skipped steps nor
+    SOAP's first step count."""
     end_step: Count[int] | None = None
-    """Update, counted as for switch_step, at which the weights of six_ema and eight_ema stop
-    moving; None is the record's: 3,125 or 3,250. Of ademamix the number of updates over which
-    weight and decay of the slow EMA grow, which it needs; the paper takes the steps of the run."""
+    """For six_ema and eight_ema the update, counted as for switch_step, after which the weights are
+    constant; None is the record's own: 3,125 or 3,250. For ademamix, which needs it, the number of
+    updates over which weight and decay of the slow EMA grow; the paper takes the steps of the
+    run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        here, preset = "optimizer.momentum_kernel", self.preset
+        prefix, preset = "optimizer.momentum_kernel", self.preset
         require(
             len(self.decays) == len(self.weights),
-            f"{here}.weights={self.weights} must be as many as decays={self.decays}.",
+            f"{prefix}.weights={self.weights} must be as many as decays={self.decays}.",
         )
         steps = ("switch_step", "end_step")
         numbers = ("decays", "weights", "gradient_weight")
-        taken = {None: numbers, "ademamix": ("decays", "weights", "end_step"), "two_ema": steps[:1]}
+        # Fields that go with a preset, or with none; six_ema and eight_ema have the two steps.
+        allowed = {
+            None: numbers,
+            "ademamix": ("decays", "weights", "end_step"),
+            "two_ema": steps[:1],
+        }
         for name in numbers + steps:
             value = getattr(self, name)
             require(
-                not value or name in taken.get(preset, steps),
-                f"{here}.{name}={value} does not go with preset={preset}; leave one out.",
+                not value or name in allowed.get(preset, steps),
+                f"{prefix}.{name}={value} does not go with preset={preset}; leave one out.",
             )
         require(
             preset != "ademamix" or self.end_step is not None,
-            f"{here}.preset=ademamix needs end_step; the paper takes the steps of the run.",
+            f"{prefix}.preset=ademamix needs end_step; the paper takes the steps of the run.",
         )
         require(
             self.is_on or not self.gradient_weight,
-            f"{here}.gradient_weight={self.gradient_weight} needs decays and weights.",
+            f"{prefix}.gradient_weight={self.gradient_weight} needs decays and weights.",
         )
 
     @property
     def is_on(self) -> bool:
-        """Whether it takes the place of the optimizer's own momentum."""
+        """Whether the kernel replaces the optimizer's own momentum."""
         return bool(self.preset or self.decays)
 
-    def added_to(self, rule: str) -> str:
-        """The name of a rule that has it for its momentum: "muon two_ema", "adamw 3 EMAs"."""
+    def rule_name(self, rule: str) -> str:
+        """Name of a rule with this momentum: "muon two_ema", "adamw 3 EMAs"."""
         if not self.is_on:
             return rule
         emas = "1 EMA" if len(self.decays) == 1 else f"{len(self.decays)} EMAs"
@@ -222,15 +230,14 @@ class AdamWConfig(AdamLikeConfig):
     b2: Fraction = 0.95
     momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
 
-    def own_rule_of(self, kind: Kind) -> UpdateRule:
-        """The rule, `weight_update` aside."""
-        rule = super().own_rule_of(kind)
-        return dataclasses.replace(rule, name=self.momentum_kernel.added_to(rule.name))
+    def base_rule(self, kind: Kind) -> UpdateRule:
+        rule = super().base_rule(kind)
+        return dataclasses.replace(rule, name=self.momentum_kernel.rule_name(rule.name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class NAdamWConfig(AdamLikeConfig):
-    """NAdamW: AdamW with Nesterov momentum (optax's). It is a control for MARS, whose correction is
+    """NAdamW: AdamW with Nesterov momentum, by optax. A control for MARS, whose correction is
     Nesterov momentum where gamma = 1 - b1."""
 
     learning_rate: Positive[float] = 8e-3
@@ -241,8 +248,8 @@ class NAdamWConfig(AdamLikeConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MarsConfig(NewtonSchulzConfig):
-    """MARS (arXiv 2411.10438): variance reduction on every matrix. Embeddings are matrices in the
-    variants adamw and lion, and AdamW's (with the vectors' betas) in shampoo and m."""
+    """MARS (arXiv 2411.10438): variance reduction on every matrix. Embeddings count as matrices in
+    the variants adamw and lion; in shampoo and m they get AdamW with vector_b1 and vector_b2."""
 
     learning_rate: Positive[float] = 6e-3
     weight_decay: NotNegative[float] = 1e-2
@@ -253,25 +260,25 @@ class MarsConfig(NewtonSchulzConfig):
     b2: Fraction = 0.99
     """Decay of the second moment (variant adamw)."""
     eps: Positive[float] = 1e-8
-    """Added to the root of the second moment."""
+    """Epsilon, added to the root of the second moment."""
     momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
     gamma: NotNegative[float] = 0.025
-    """Strength of the variance-reduction correction; 0 turns it off."""
+    """Strength of the variance-reduction correction; 0 turns the correction off."""
     clip_threshold: Positive[float] | None = 1.0
     """Bound on the norm of each matrix's corrected gradient; None does not clip."""
     exact: bool = False
-    """Compare each gradient with the gradient of the same batch at the previous parameters. Each
-    step then computes two gradients."""
+    """Correct each gradient by the gradient of the same batch at the previous parameters, not by
+    the last batch's gradient. Each step then computes two gradients."""
     memory_efficient: bool = False
-    """Keep one buffer in place of momentum and last gradient. Needs clip_threshold None and a
+    """Store one buffer in place of momentum and last gradient. Needs clip_threshold=None and a
     variant other than adamw."""
     amsgrad: bool = False
     """Divide by the running maximum of the second moment (variant adamw)."""
     last_grad_dtype: Literal["bfloat16", "float32"] | None = None
-    """Type of the stored gradient; bfloat16 saves 2 bytes a parameter. None stores it in the type
-    of the parameters."""
+    """Type of the stored last gradient; bfloat16 saves 2 bytes a parameter. None is the type of the
+    parameters."""
     optimize_vectors: bool = False
-    """Give norms and biases the MARS rule too, with the matrices' hyperparameters and no decay."""
+    """Apply MARS to norms and biases too, with the hyperparameters of the matrices and no decay."""
     vector_learning_rate_scale: Positive[float] = 0.5
     """Learning rate of norms and biases as a fraction of `learning_rate`."""
     vector_b1: Fraction = 0.9
@@ -279,23 +286,24 @@ class MarsConfig(NewtonSchulzConfig):
     vector_b2: Fraction = 0.95
     """Decay of the second moment of norms and biases."""
     vector_weight_decay: NotNegative[float] = 0.1
-    """Weight decay of norms and biases. The official code decays LayerNorm gains by 0.1."""
+    """Weight decay of norms and biases. The official code decays the scales of LayerNorms by
+    0.1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        efficient = self.memory_efficient
+        is_efficient = self.memory_efficient
         require(
-            not efficient or (self.variant != "adamw" and self.clip_threshold is None),
+            not is_efficient or (self.variant != "adamw" and self.clip_threshold is None),
             "optimizer.memory_efficient=True needs optimizer.clip_threshold=None and a variant "
             f"other than adamw, but they are {self.clip_threshold} and {self.variant}.",
         )
         require(
-            not (efficient and self.exact),
+            not (is_efficient and self.exact),
             "optimizer.memory_efficient=True and optimizer.exact=True exclude each other; exact "
             "MARS stores no gradient to begin with.",
         )
         require(
-            not (efficient and self.momentum_kernel.is_on),
+            not (is_efficient and self.momentum_kernel.is_on),
             "optimizer.memory_efficient=True and optimizer.momentum_kernel exclude each other.",
         )
         require(
@@ -308,11 +316,10 @@ class MarsConfig(NewtonSchulzConfig):
             f"or m, but it is {self.variant}.",
         )
 
-    def own_rule_of(self, kind: Kind) -> UpdateRule:
-        """The rule, `weight_update` aside."""
+    def base_rule(self, kind: Kind) -> UpdateRule:
         orthogonalizes = self.variant in ("shampoo", "m")
         name = f"mars-{self.variant}" + (" rows" if self.row_normalization is not None else "")
-        name = self.momentum_kernel.added_to(name)
+        name = self.momentum_kernel.rule_name(name)
         if kind == "vector" and self.optimize_vectors:
             return UpdateRule(name="mars-adamw" if orthogonalizes else name)
         return _rule_beside_adamw(self, kind, name, orthogonalizes)
@@ -321,8 +328,8 @@ class MarsConfig(NewtonSchulzConfig):
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(NewtonSchulzConfig):
     """Muon (Keller Jordan, 2024): orthogonalised Nesterov momentum on the linear layers' matrices,
-    AdamW on norms, biases and, unless `embeddings` says otherwise, embeddings. With `ns_scale=rms`
-    and one rate for all it is Moonlight (arXiv 2502.16982); with `row_normalization=0.95`,
+    AdamW on norms, biases and, unless `embeddings` is orthogonalize, embeddings. `ns_scale=rms` and
+    `vector_learning_rate_scale=1` make it Moonlight (arXiv 2502.16982), `row_normalization=0.95`
     NorMuon."""
 
     learning_rate: Positive[float] = 2e-2
@@ -330,10 +337,10 @@ class MuonConfig(NewtonSchulzConfig):
     momentum: Annotated[Fraction, Rule(lambda m: m > 0, "must be greater than zero")] = 0.95
     """Decay of the momentum."""
     nesterov: bool = True
-    """Look one step ahead."""
+    """Use Nesterov momentum."""
     momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
     eps: Positive[float] = 1e-8
-    """Added to the root of AdamW's second moment."""
+    """Epsilon, added to the root of AdamW's second moment."""
     vector_learning_rate_scale: Positive[float] = 0.15
     """AdamW's learning rate as a fraction of `learning_rate`."""
     vector_b1: Fraction = 0.9
@@ -343,20 +350,19 @@ class MuonConfig(NewtonSchulzConfig):
     vector_weight_decay: NotNegative[float] = 0.0
     """Weight decay of norms and biases."""
     ns_scale: Literal["spectral", "rms"] = "spectral"
-    """Factor after Newton-Schulz: sqrt(max(1, out/in)) or 0.2 sqrt(max(in, out))."""
+    """Factor after Newton-Schulz: spectral is sqrt(max(1, out/in)), rms 0.2 sqrt(max(in, out))."""
 
-    def own_rule_of(self, kind: Kind) -> UpdateRule:
-        """The rule, `weight_update` aside."""
+    def base_rule(self, kind: Kind) -> UpdateRule:
         name = "muon" if self.row_normalization is None else "normuon"
-        name = self.momentum_kernel.added_to(name)
+        name = self.momentum_kernel.rule_name(name)
         return _rule_beside_adamw(self, kind, name, orthogonalizes=True)
 
 
 def _rule_beside_adamw(
     config: MarsConfig | MuonConfig, kind: Kind, name: str, orthogonalizes: bool
 ) -> UpdateRule:
-    """The rule `name` of matrices and embeddings, but AdamW's of vectors, and of embeddings where
-    only the matrices are orthogonalised."""
+    """The rule `name` for matrices and embeddings, and AdamW for vectors, as well as for embeddings
+    where only matrices are orthogonalised."""
     decays = kind == "matrix" or config.decay_embeddings
     decay = config.weight_decay if decays else 0.0
     by_adamw = orthogonalizes and kind == "embedding" and config.embeddings == "adamw"
@@ -376,7 +382,7 @@ class LionConfig(DecayedConfig):
     learning_rate: Positive[float] = 1e-4
     weight_decay: NotNegative[float] = 1.0
     b1: Fraction = 0.95
-    """Share of the momentum in the update."""
+    """Weight of the momentum in the update; the gradient has the rest."""
     b2: Fraction = 0.98
     """Decay of the momentum."""
 
@@ -393,9 +399,9 @@ class SoapConfig(AdamLikeConfig):
     """Decay of the second moment and of the preconditioner."""
     momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
     precondition_frequency: Count[int] = 10
-    """Updates between new eigenbases."""
+    """Number of updates between new eigenbases."""
     max_precondition_dim: Positive[int] = 2048
-    """A side of a matrix longer than this is not rotated: its basis stays the identity."""
+    """Longest side of a matrix that is rotated: a longer one keeps the identity for its basis."""
     vector_learning_rate_scale: Positive[float] = 1.0
     """Learning rate of embeddings, norms and biases as a fraction of `learning_rate`."""
     vector_b1: Fraction = 0.9
@@ -405,10 +411,9 @@ class SoapConfig(AdamLikeConfig):
     vector_weight_decay: NotNegative[float] = 0.0
     """Weight decay of embeddings, norms and biases."""
 
-    def own_rule_of(self, kind: Kind) -> UpdateRule:
-        """The rule, `weight_update` aside."""
+    def base_rule(self, kind: Kind) -> UpdateRule:
         if kind == "matrix":
-            name = self.momentum_kernel.added_to("soap")
+            name = self.momentum_kernel.rule_name("soap")
             return UpdateRule(name=name, weight_decay=self.weight_decay)
         return UpdateRule(
             name="adamw",
@@ -422,37 +427,39 @@ class OptaxConfig(CheckedConfig):
     """Any optax optimizer, made by a function of the user's own."""
 
     make: Source | str
-    """`FILE.py:NAME`, relative to the config file, or to where it is typed; or `module:NAME` of an
-    installed package, as `optax.contrib:adopt`. It is called as `make(learning_rate, **options)`
-    and returns an optax transformation. `learning_rate` is the rate of the present step, a traced
-    number. A function with such parameters also gets `matrix_specs`, which say what axes of a
-    parameter form a matrix, `mesh`, the devices, `mask` or `weight_decay_mask`, which say that the
-    linear layers' matrices decay, and `batch_tokens`, the tokens of a step. It may also return a
-    pair: the transformation, and `evaluation_params(opt_state, params)`, which names the parameters
-    that are evaluated, kept as the best and exported. Further gradients its `update` gets by
-    `maxmars.optim.with_requests`."""
+    """Function `FILE.py:NAME`, whose path is relative to the config file, or on the command line to
+    the working directory; or `module:NAME` of an installed package, such as `optax.contrib:adopt`.
+    The run calls `NAME(learning_rate, **options)`, which returns an optax transformation.
+    `learning_rate` is that of the current step, a traced number. Parameters with one of these names
+    get: `matrix_specs`, the axes of each parameter that form a matrix; `mesh`, the devices; `mask`
+    or `weight_decay_mask`, True for the linear layers' matrices; `batch_tokens`, the tokens of a
+    step. The function may also return a pair: the transformation, and `evaluation_params(opt_state,
+    params)`, which returns the parameters to evaluate, to keep as the best and to export.
+    `maxmars.optim.with_requests` gives `update` further gradients."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of the function, JSON values. A run adds the function's own defaults, as
-    far as its file writes them as numbers, text, True or False; those of a package may be None."""
+    """Further arguments of the function, JSON values. A run adds the defaults of the function's
+    keyword arguments, if its file has them as numbers, text, True or False; for a function of a
+    package also None."""
     learning_rate: Positive[float]
     """Peak learning rate; the schedule multiplies it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "make", Source.parse(self.make))
         super().__post_init__()
-        options = with_tuples(self.options, "OptaxConfig.options")
+        options = normalize_options(self.options, "OptaxConfig.options")
         object.__setattr__(self, "options", options)
 
     def with_defaults(self) -> OptaxConfig:
-        """The config whose options have the defaults of the function's keyword arguments too, so
-        that they are recorded, changed by the command line and tuned."""
-        given = ("matrix_specs", "mesh", "mask", "weight_decay_mask", "batch_tokens", "type")
-        defaults = keyword_defaults(self.source, given)
+        """The config with the defaults of the function's keyword arguments among its options, so
+        that records have them, and the command line and a search can change them."""
+        # The trainer passes these; `type` is the class in config.json.
+        passed = ("matrix_specs", "mesh", "mask", "weight_decay_mask", "batch_tokens", "type")
+        defaults = keyword_defaults(self.source, passed)
         return dataclasses.replace(self, options=defaults | self.options)
 
     def rule_of(self, kind: Kind) -> UpdateRule:
-        """Its own one; what decays how, only the function knows."""
-        name = self.source.written
+        """The function's own rule: only the function knows learning rates and decay."""
+        name = self.source.spec
         return UpdateRule(name=name, learning_rate_scale=None, weight_decay=None)
 
     @property

@@ -1,7 +1,9 @@
-"""`TrainConfig` and its groups, except model, data and optimizers: frozen dataclasses with checks.
+"""`TrainConfig` and its groups except model, data and optimizer, and configs as JSON for records.
 
-A config file (see `configs/`) builds a `TrainConfig`; the command line changes its leaves. Derived
-values are properties, `None` switches an option off, `Literal` lists the values of an option.
+A config file (see `configs/`) builds a `TrainConfig`; the command line changes its leaves. The
+docstring of a field is its help text. Derived values are properties, `None` switches an option off,
+and `Literal` lists the values of an option. `from_dict` reads what `to_dict` wrote, also where a
+field has gone since, as long as the run did not use it (`_REMOVED`).
 """
 
 from __future__ import annotations
@@ -38,20 +40,20 @@ class ScheduleConfig(CheckedConfig):
     """Learning-rate schedule: linear warmup from zero to the peak, then a decay."""
 
     decay: Literal["cosine", "linear", "exponential", "wsd"] = "cosine"
-    """Shape of the decay; `exponential` is the official MARS code's, `wsd` stays at the peak until
-    the last `wsd_decay_fraction` of the steps, then falls linearly."""
+    """Shape of the decay; `exponential` is that of the official MARS code; `wsd` stays at the peak
+    until the last `wsd_decay_fraction` of the steps, then falls linearly."""
     wsd_decay_fraction: AtMostOne[Positive[float]] = 0.2
     """Share of the steps in which `wsd` decays."""
     warmup_steps: CountOrZero[int] = 2000
-    """Steps from learning rate zero to the peak."""
+    """Number of steps from learning rate zero to the peak."""
     decay_steps: Count[int] | None = None
-    """Step at which the decay ends; None means at num_steps."""
+    """Step at which the decay ends; None is num_steps."""
     final_fraction: AtMostOne[NotNegative[float]] = 0.1
     """Learning rate at the end and after it, as a fraction of the peak."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # A run shorter than its warmup is fine: it is the beginning of a longer one.
+        # A run shorter than its warmup is allowed: it is the beginning of a longer one.
         require(
             self.decay_steps is None or self.warmup_steps <= self.decay_steps,
             f"schedule.warmup_steps={self.warmup_steps} must not exceed "
@@ -61,120 +63,123 @@ class ScheduleConfig(CheckedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig(CheckedConfig):
-    """The device mesh `data` x `fsdp` x `tensor`. Its product must be the number of devices."""
+    """The device mesh `data` x `fsdp` x `tensor`; the product is the number of devices."""
 
     data: Count[int] | None = None
-    """Replicas of the parameters, which share the batch; None takes all devices that fsdp and
-    tensor leave."""
+    """Number of replicas of the parameters, which share the batch; None takes all devices that fsdp
+    and tensor leave."""
     fsdp: Count[int] | None = None
-    """Parts into which parameters, optimizer state and batch are split. None is 1 where data is
-    set; else training takes the devices of one fast network, a host of GPUs or a TPU slice, so that
-    only data crosses the slower one between them."""
+    """Number of parts into which parameters, optimizer state and batch are split. None is 1 where
+    data is set; else it is the number of devices on one fast network (a host of GPUs, a TPU slice),
+    so that only data crosses the slower network between hosts or slices."""
     tensor: Count[int] = 1
-    """Parts into which each layer's heads and MLP are split; must divide the heads."""
+    """Number of parts into which heads and MLP of each layer are split; must divide the heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig(CheckedConfig):
-    """Evaluations in the loop. The validation loss is that of the first windows of the validation
-    split, and of each set of `data`, always the same."""
+    """Evaluations during training. Every evaluation scores the same sequences: the first of the
+    validation split, and of each set of `data`."""
 
     every: Positive[int] | None = 1000
-    """Steps between evaluations (also at step 0 and at the end); None never evaluates."""
+    """Number of steps between evaluations (also at step 0 and at the end); None never evaluates."""
     num_windows: Positive[int] = 512
     """Number of sequences of max_seq_len tokens to score."""
     batch_size: Count[int] | None = None
-    """Sequences scored at once; None takes one microbatch. The loss does not depend on it."""
+    """Number of sequences scored at once; None takes one microbatch. The loss does not depend on
+    it."""
     data: tuple[ValidationSet, ...] = ()
-    """More data to score, `NAME=PLACE`: a directory of tokens, whose validation split is taken, a
-    file of text, or `FILE.py:NAME`, a function as that of data.source. Each has metrics of its own,
-    eval/NAME/loss and eval/NAME/bits_per_byte."""
+    """More data to score, each as `NAME=PLACE`. PLACE is a directory of tokens, of which the
+    validation split is scored, a file of text, or `FILE.py:NAME`, a function like data.source. The
+    metrics are eval/NAME/loss and eval/NAME/bits_per_byte."""
     hellaswag_every: Positive[int] | None = None
-    """Steps between scorings of HellaSwag (also at step 0 and at the end); None never does."""
+    """Number of steps between scorings of HellaSwag (also at step 0 and at the end); None never
+    scores it."""
     hellaswag_path: str | None = None
-    """File of HellaSwag's questions, hellaswag_val.jsonl, also with .gz or .zst, or the .parquet of
+    """File of HellaSwag's questions: hellaswag_val.jsonl, also with .gz or .zst, or the .parquet of
     the hub; None downloads it once into the cache directory (MAXMARS_CACHE, default
     ~/.cache/maxmars)."""
     hellaswag_questions: Positive[int] | None = None
-    """Score this number of questions only, the first ones; None scores all (10,042)."""
+    """Number of questions to score, the first ones; None scores all (10,042)."""
     own: tuple[Source | str, ...] | None = None
-    """Functions of the user's own, `FILE.py:NAME`, relative to the config file, or to where they
-    are typed. Each is called with the validation loss, as `NAME(trained)` with what
-    `maxmars.eval.load` returns, and returns numbers by name, which are recorded as
-    eval/NAME/..."""
+    """Functions of the user's own, `FILE.py:NAME`, whose paths are relative to the config file, or
+    on the command line to the working directory. At each evaluation the run calls `NAME(trained)`
+    with the result of `maxmars.eval.load`; the function returns numbers by name, which become the
+    metrics eval/NAME/..."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         example = "my_eval.py:rhyme"
         own = tuple(Source.parse(s, field="eval.own", example=example) for s in self.own or ())
         object.__setattr__(self, "own", own if self.own is not None else None)
-        named = [(one.name, f"eval.data={one.written}") for one in self.data]
-        require_distinct(named + [(s.function, f"eval.own={s.written}") for s in own])
+        names = [(one.name, f"eval.data={one.spec}") for one in self.data]
+        require_distinct(names + [(s.function, f"eval.own={s.spec}") for s in own])
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(CheckedConfig):
-    """Checkpoints in `<workdir>/checkpoints`: when one is written, and which are kept."""
+    """Checkpoints in `<workdir>/checkpoints`: when one is written, and which ones are kept."""
 
     every: Positive[int] | None = 1000
-    """Steps between checkpoints; the last step always gets one. None writes none in between."""
+    """Number of steps between checkpoints; the last step always gets one. None writes none before
+    it."""
     every_minutes: Positive[float] | None = None
-    """Also write a checkpoint when this time has passed since the last one; None ignores the
-    time."""
+    """Also write a checkpoint this many minutes after the last one; None ignores the time."""
     keep_last: Positive[int] = 2
     """Number of newest checkpoints to keep."""
     keep_best: Positive[int] | None = None
-    """Also keep this number of checkpoints with the lowest validation loss. Only a checkpoint of
-    the step of an evaluation has one, so eval.every should divide checkpoint.every. None keeps none
-    for that reason."""
+    """Number of checkpoints with the lowest validation loss to keep besides. Only checkpoints at
+    the step of an evaluation have a loss, so eval.every should divide checkpoint.every. None keeps
+    none for their loss."""
     keep_best_of: str | None = None
-    """Name of the set of eval.data by whose loss `keep_best` chooses; None is the validation split
-    of the training data."""
+    """Name of the set in eval.data whose loss `keep_best` compares; None is the validation split of
+    the training data."""
     keep_every: Positive[int] | None = None
     """Never delete the first checkpoint at or after each multiple of this number of steps; None
-    makes no such exception."""
+    deletes by the other rules alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(CheckedConfig):
-    """Which metrics are printed and written to `<workdir>/metrics.jsonl`."""
+    """Metrics that are printed and written to `<workdir>/metrics.jsonl`."""
 
     every: Positive[int] = 10
-    """Steps between lines of metrics. The terminal keeps those of steps 1, 10, 20, 50, 100, 200,
-    500, ... and about a hundred others."""
+    """Number of steps between lines of metrics. The terminal keeps the lines of steps 1, 10, 20,
+    50, 100, 200, 500, ... and about a hundred others."""
     norms: bool | Literal["layers"] = True
     """Also write the norms of gradients, parameters and updates, separately for embeddings,
-    attention, MLP, and norms and biases; with `layers` also the gradient's norm, and the root mean
-    square and spectral norm of the update, of each layer's matrices. The compiled step computes
+    attention, MLP, and norms and biases. `layers` adds, for each layer's matrices, the gradient's
+    norm, and the update's root mean square and spectral norm. The compiled step computes all of
     them."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, to `<workdir>/tensorboard` (extra `tensorboard`)."""
     wandb: Literal["online", "offline"] | None = None
-    """Also send the metrics to Weights & Biases (extra `wandb`); `offline` keeps them in
-    `<workdir>/wandb` for `wandb sync`. WANDB_MODE in the environment overrides which of the two;
+    """Also send the metrics to Weights & Biases (extra `wandb`); `offline` stores them in
+    `<workdir>/wandb` for `wandb sync`. WANDB_MODE in the environment overrides online and offline;
     None does neither."""
     wandb_project: NotEmpty = "maxmars"
-    """Project of Weights & Biases; see also WANDB_ENTITY."""
+    """Project in Weights & Biases; WANDB_ENTITY in the environment names the entity."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(CheckedConfig):
-    """Which steps are skipped. The update of a skipped step is not applied, and the run goes on
-    with the next batch. A step whose loss or gradient is not finite is always skipped.
-    Lines of metrics say which examples a step read: `train/first_example` and as many as
-    `train/num_examples`, by their numbers in `maxmars.data.examples(WORKDIR)`."""
+    """Steps to skip. The update of a skipped step is not applied, and the run goes on with the next
+    batch. A step whose loss or gradient is not finite is always skipped. Its line of metrics says
+    which examples it read: `train/num_examples` of them from number `train/first_example` of
+    `maxmars.data.examples(WORKDIR)` on."""
 
     loss_spike_threshold: Positive[float] | None = None
-    """Also skip a step whose loss exceeds the running mean by this many running standard
-    deviations; None never does."""
+    """Also skip a step whose loss exceeds its running mean by more than this number of running
+    standard deviations; None skips no spike."""
     grad_norm_spike_threshold: Positive[float] | None = None
-    """Also skip a step whose gradient's norm, before the clip, exceeds its running mean by this
-    many of its running standard deviations; None never does."""
+    """Also skip a step whose gradient norm, before the clip, exceeds its running mean by more than
+    this number of running standard deviations; None skips no spike."""
     history: Annotated[Count[int], Rule(lambda n: n > 1, "must be at least 2")] = 100
-    """Number of steps in the running mean and deviation; before that many, nothing is a spike."""
+    """Number of steps in the running mean and deviation; the first steps, up to this number, are no
+    spikes."""
     max_consecutive_skips: CountOrZero[int] = 0
-    """The run stops with an error when it has skipped more consecutive steps than this; 0 stops it
-    at the first."""
+    """Largest number of consecutive skipped steps; one more ends the run with an error. With 0 the
+    first skipped step does."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,25 +199,25 @@ class TrainConfig(CheckedConfig):
     name: NotEmpty
     """Name of the run; its default working directory is runs/NAME."""
     seed: Annotated[NotNegative[int], Rule(lambda s: s < 2**32, "must be less than 2**32")] = 0
-    """Seed of the initial weights and of the token order."""
+    """Seed of the initial weights and of the order of the data."""
     num_steps: Count[int]
     """Number of optimizer steps."""
     global_batch_size: Count[int]
-    """Sequences a step, over all devices and microbatches."""
+    """Number of sequences in a step, over all devices and microbatches."""
     num_microbatches: Count[int] | None = None
-    """Parts of the batch that go through the model one after the other; saves memory, and changes
-    neither the tokens of a step nor, rounding aside, its gradient. None takes the fewest that
+    """Number of parts of the batch that go through the model one after the other, which saves
+    memory. The gradient of a step is the same apart from rounding. None takes the fewest parts that
     divide over the mesh and fit in memory by an estimate."""
     gradient_clip_norm: Positive[float] | None = 1.0
-    """Scale the gradient down to this global norm; None does not clip."""
+    """Largest global norm of the gradient, which is scaled down to it; None does not clip."""
     ema_decay: Annotated[float, Rule(lambda d: 0 < d < 1, "must lie in (0, 1)")] | None = None
-    """Decay of an exponential moving average of the parameters over the updates, such as 0.999,
-    with Adam's correction of the bias, so that the initial weights have no share in it. The
-    average is evaluated, kept as the best, exported, and what --init-from starts another run from.
-    None keeps no average: these take the parameters that are trained."""
+    """Decay of an exponential moving average (EMA) of the parameters over the updates, such as
+    0.999, with Adam's bias correction, so that the initial weights have no part in it. With an EMA,
+    evaluation, keep_best, export and --init-from take the EMA instead of the parameters. None
+    computes no EMA."""
     gradient_multiplier: Positive[float] = 1.0
-    """Multiply the mean gradient before the clip. The official MARS code sums microbatch gradients
-    where others average; a multiplier equal to its number of microbatches reproduces that."""
+    """Factor on the mean gradient before the clip. The official MARS code sums the gradients of
+    microbatches where others average; its number of microbatches as the factor reproduces that."""
     model: ModelConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -223,20 +228,22 @@ class TrainConfig(CheckedConfig):
     guard: GuardConfig = field(default_factory=GuardConfig)
     log: LogConfig = field(default_factory=LogConfig)
     hang_timeout_s: Positive[float] | None = 600.0
-    """End the run, with exit code 75, when a step or a batch of an evaluation takes longer than
-    this and than ten times the one before it. The first of each, which compiles, a checkpoint and a
-    function of eval.own may take ten times this. None waits for ever."""
+    """Seconds after which a hanging run ends with exit code 75: when a step or a batch of an
+    evaluation takes longer than this and longer than ten times the one before it. The first of
+    each, which compiles, a checkpoint and a function of eval.own may take ten times this. None
+    waits for ever."""
     asked: Annotated[dict[str, Any], tyro.conf.Suppress] = field(
         default_factory=dict, compare=False
     )
-    """What was asked, `auto` or None, of the fields whose values a run chose by itself, by dotted
-    name. Only a run sets this."""
+    """Requested values, `auto` or None, of the fields whose values the run chose by itself, by
+    dotted name. Only a run sets this."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         refuse_credentials(self, "")
         for part in ("data", "model", "optimizer", "eval"):
             for source, other in itertools.combinations(sources_in(getattr(self, part)), 2):
+                # Copies go to sources/PART under the name of the file alone.
                 require(
                     source.file == other.file or Path(source.file).name != Path(other.file).name,
                     f"{part} names {source!r} and {other!r}, of which a run could keep only one, "
@@ -286,20 +293,20 @@ class TrainConfig(CheckedConfig):
 
 
 def with_own_defaults(config: TrainConfig) -> TrainConfig:
-    """The config with the defaults of a user's own optimizer among its options."""
+    """The config with the defaults of a user's own optimizer function among its options."""
     if not isinstance(config.optimizer, OptaxConfig):
         return config
     return dataclasses.replace(config, optimizer=config.optimizer.with_defaults())
 
 
 def to_dict(config: Any) -> Any:
-    """A JSON-ready dict of a config, for records; every dataclass says its class under `type`."""
+    """Convert a config to JSON values for records; each dataclass has its class under `type`."""
     if isinstance(config, tuple):
         return [to_dict(item) for item in config]
     if not dataclasses.is_dataclass(config):
         return config
     fields = {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
-    fields.pop("is_recorded", None)  # which is no part of a record
+    fields.pop("is_recorded", None)  # says where a `Source` comes from; `from_dict` sets it
     return {"type": type(config).__name__} | fields
 
 
@@ -310,13 +317,13 @@ _REMOVED: dict[str, tuple[Any, str]] = {
     "document_end_id": (None, "data.packing=split hides other documents"),
     "map": (None, "GrainConfig(source=...) may map maxmars.data.dataset(...)"),
 }
-"""Fields of older records: the value of each where it was not in use, and what there is instead."""
+"""Removed fields of older records: the value that means "not in use", and the replacement."""
 _REMOVED_OPTIMIZERS = {
     "AdoptConfig": "--optimizer.make optax.contrib:adopt",
     "SophiaConfig": "--optimizer.make tools/examples/sophia.py:sophia",
     "AdEMAMixConfig": "optimizer=adamw, --optimizer.momentum-kernel.preset ademamix and end-step",
 }
-"""Classes of older records, and what there is instead."""
+"""Removed classes of older records, and the replacement of each."""
 
 
 def _removed(what: str, instead: str) -> ValueError:
@@ -331,7 +338,7 @@ def from_dict(value: Any) -> Any:
 
     Raises:
       ValueError: the dict names an unknown class or field, for example one of another version. A
-        field that is no more is left out where it was not in use: None or False.
+        removed field is ignored if the run did not use it: None, False, or as `_REMOVED` says.
     """
     if isinstance(value, list):
         return tuple(from_dict(item) for item in value)
@@ -367,32 +374,32 @@ def from_dict(value: Any) -> Any:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Dotted names of the leaves in which two configs differ, with both values; `prefix` goes
+    """Dotted name, old value and new value of each leaf in which two configs differ. `prefix` goes
     before the names."""
 
     def children(value: Any) -> dict[str, Any]:
         if isinstance(value, tuple):
             return {str(i): item for i, item in enumerate(value)}
-        if not dataclasses.is_dataclass(value) or isinstance(value, Source):
+        if not dataclasses.is_dataclass(value) or isinstance(value, Source):  # a leaf
             return {}
         return {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.compare}
 
     if old == new:
         return []
-    ours, theirs = children(old), children(new)
-    if type(old) is not type(new) or not ours or ours.keys() != theirs.keys():
+    old_children, new_children = children(old), children(new)
+    if type(old) is not type(new) or not old_children or old_children.keys() != new_children.keys():
         return [(prefix, old, new)]
     rows = []
-    for name, value in ours.items():
-        rows += differences(value, theirs[name], f"{prefix}.{name}" if prefix else name)
+    for name, value in old_children.items():
+        rows += differences(value, new_children[name], f"{prefix}.{name}" if prefix else name)
     return rows
 
 
 def _classes_of(annotation: Any) -> list[type]:
     if not dataclasses.is_dataclass(annotation):
         return [c for kind in typing.get_args(annotation) for c in _classes_of(kind)]
-    inside = typing.get_type_hints(annotation).values()
-    return [annotation, *(c for kind in inside for c in _classes_of(kind))]
+    field_types = typing.get_type_hints(annotation).values()
+    return [annotation, *(c for kind in field_types for c in _classes_of(kind))]
 
 
 _CONFIG_CLASSES: dict[str, type] = {cls.__name__: cls for cls in _classes_of(TrainConfig)}

@@ -1,5 +1,10 @@
-"""Functions of the user's own, which a config names as `FILE.py:NAME`; and optimizers of installed
-packages, which it names as `module:NAME`."""
+"""Functions of the user's own, which a config names as `FILE.py:NAME`.
+
+A `Source` is such a name with the digest of the file and of what the file imports from its folder.
+Files are hashed when the config is made, and again before they run, so that a run never trains with
+other code than its record says. A `Source` from a record runs no file: only its copy in the run's
+sources/ does. Optimizers may also come from installed packages, as `module:NAME`.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +29,18 @@ from maxmars.config.own_modules import digest_of, files_of, run_files
 class Source:
     """A function in a Python file of the user's own, or in an installed package.
 
-    Two are equal if function and text are; where the file lies does not count.
+    Two are equal if name and digest are, wherever the files lie.
     """
 
     file: str = field(compare=False)
-    """Empty for a function of an installed package."""
+    """Path of the file; "" for a function of an installed package."""
     function: str
-    """Its name; of an installed package `module:NAME`."""
+    """Name of the function; `module:NAME` for an installed package."""
     sha256: str | None
-    """Of the file, and of what it imports from its folder, when the config was made (`digest_of`).
-    None if there was no such file."""
+    """SHA-256 of the file and of what it imports from its folder (`digest_of`) when the config was
+    made. None if there was no such file, and for an installed package."""
     is_recorded: bool = field(default=False, compare=False)
-    """Whether a record names it: `load` then runs no file, only `recorded_copy` of it."""
+    """Whether the name comes from a record: `load` then runs no file, see `recorded_copy`."""
 
     @classmethod
     def parse(
@@ -45,13 +50,16 @@ class Source:
         field: str = "optimizer.make",
         example: str = "my_optimizer.py:make",
     ) -> Source:
-        """The function that `FILE.py:NAME` names, with the present digest of its files; in
-        `optimizer.make` also `module:NAME` of an installed package. In a config file the path is
-        relative to that file (`relative_to`), elsewhere to the working directory.
+        """Parse `FILE.py:NAME`, with the digest of the files as they are now; for `optimizer.make`
+        also `module:NAME` of an installed package. In a config file the path is relative to that
+        file (`relative_to`), elsewhere to the working directory.
+
+        Args:
+          source: the text; a `Source` is returned unchanged.
+          field, example: name of the option, and a right value, for the error.
 
         Raises:
-          ValueError: it is not written so, or a record names it by its text. The message says field
-            and example.
+          ValueError: the text has another form, or stands in a record, which needs a digest.
         """
         if not isinstance(source, str):
             return source
@@ -67,10 +75,10 @@ class Source:
             raise ValueError(f"{field}={source!r}: a record has the SHA-256 of each file of code.")
         if is_package:
             return cls(file="", function=source, sha256=None)
-        return cls(file=str(folder / file), function=function, sha256=None).as_it_is()
+        return cls(file=str(folder / file), function=function, sha256=None).with_current_digest()
 
-    def as_it_is(self) -> Source:
-        """The same function with the digest of the texts that its files have now."""
+    def with_current_digest(self) -> Source:
+        """The same function with the digest of its files as they are now."""
         if not self.file:
             return self
         path = Path(self.file)
@@ -78,12 +86,12 @@ class Source:
         return dataclasses.replace(self, sha256=digest)
 
     def load(self, *, field: str = "source") -> Callable[..., Any]:
-        """The function; its file is run. An error says `field`.
+        """Run the file and return the function. `field` names the option in errors.
 
         Raises:
-          FileNotFoundError, ValueError: see `files`; there is no such function or package; or a
-            record names it, of which only copies in sources/ run (`recorded_copy`), and functions
-            of optax. Any other exception was raised by the file's own code.
+          FileNotFoundError, ValueError: see `files`; there is no such function or package; or the
+            name comes from a record, where only optax's functions and copies in sources/
+            (`recorded_copy`) run. Any other exception comes from the code of the file.
         """
         if self.is_recorded and not self.function.startswith(("optax:", "optax.")):
             raise ValueError(
@@ -109,29 +117,30 @@ class Source:
         return function
 
     def files(self) -> dict[str, bytes]:
-        """The texts of the file, and of what it imports from its folder, when the config was made;
-        see `files_of`. What was read once stays, so that a file may be edited while a run goes on.
+        """Contents of the file and of what it imports from its folder (`files_of`), as they were
+        when the config was made. The process reads them once, so that files may be edited while a
+        run goes on.
 
         Raises:
           FileNotFoundError: there is no such file.
-          ValueError: the files have changed.
+          ValueError: the files have changed since the config was made.
         """
-        digest = self.sha256 or self.as_it_is().sha256
+        digest = self.sha256 or self.with_current_digest().sha256
         if digest is None:
             raise FileNotFoundError(
                 f"there is no file {self.file}; a path in a config file is relative to the config "
                 "file."
             )
-        return _read(Path(self.file), digest)
+        return _read_files(Path(self.file), digest)
 
     @property
-    def written(self) -> str:
-        """`FILE.py:NAME` or `module:NAME`, as a user writes it."""
+    def spec(self) -> str:
+        """The function as a user types it: `FILE.py:NAME` or `module:NAME`."""
         return f"{self.file}:{self.function}" if self.file else self.function
 
     @property
     def short(self) -> str:
-        """A name for tables and directories: that of the file, and the function's if it is not
+        """A name for tables and directories: that of the file, with the function's unless it is
         `make`."""
         if not self.file:
             return self.function.rpartition(":")[2]
@@ -139,15 +148,15 @@ class Source:
         return stem if self.function == "make" else f"{stem}.{self.function}"
 
     def __repr__(self) -> str:
-        return repr(self.written)
+        return repr(self.spec)
 
     def __str__(self) -> str:
         digest = f" (SHA-256 {(self.sha256 or 'unknown')[:16]})" if self.file else ""
-        return f"{self.written}{digest}"
+        return f"{self.spec}{digest}"
 
 
 @functools.cache
-def _read(path: Path, sha256: str) -> dict[str, bytes]:
+def _read_files(path: Path, sha256: str) -> dict[str, bytes]:
     files = files_of(path)
     if (digest := digest_of(files)) != sha256:
         raise ValueError(
@@ -164,8 +173,8 @@ _FOLDER = contextvars.ContextVar[Path | None](
 
 @contextlib.contextmanager
 def relative_to(folder: Path | None) -> Generator[None]:
-    """Within it, what names a file of the user's own is relative to this folder; None for a record,
-    which names none by its path alone."""
+    """Make paths of user files relative to a folder within the block. None is for a record, where a
+    path without a digest is refused."""
     token = _FOLDER.set(folder)
     try:
         yield
@@ -174,7 +183,7 @@ def relative_to(folder: Path | None) -> Generator[None]:
 
 
 def sources_in(config: Any) -> list[Source]:
-    """The functions in files of the user's own that a config, or a value in one, names."""
+    """Functions in the user's files that a config, or a value of a config, names."""
     if isinstance(config, Source):
         return [config] if config.file else []
     if dataclasses.is_dataclass(config):
@@ -183,7 +192,8 @@ def sources_in(config: Any) -> list[Source]:
 
 
 def with_sources(config: Any, change: Callable[[Source], Source]) -> Any:
-    """A config, or a value in one, with `change(source)` for each of `sources_in`."""
+    """A config, or a value of a config, with each of its `sources_in` replaced by
+    `change(source)`."""
     if isinstance(config, Source):
         return change(config) if config.file else config
     if isinstance(config, tuple):
@@ -196,14 +206,13 @@ def with_sources(config: Any, change: Callable[[Source], Source]) -> Any:
     )
 
 
-def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str, Any]:
-    """The keyword arguments of a function whose defaults its file writes as a number, a text, True
-    or False, with these defaults; the first argument and those of `without` are left out. Of an
-    installed package's function also those whose default is None, as SGD's momentum in optax.
+def keyword_defaults(source: Source, excluded: Collection[str] = ()) -> dict[str, Any]:
+    """Defaults of a function's keyword arguments that are a number, a text, True or False, without
+    the first argument and those in `excluded`. For a function of an installed package also None,
+    such as the momentum of optax's SGD.
 
-    A file of the user's own is read and not run: what it computes on devices would come before the
-    processes of a run have found each other. One that is missing or no Python has none; whoever
-    runs it says so.
+    A user's file is parsed and not run: it might use devices, before the processes of a run have
+    joined. A file that is missing or no Python has no defaults; running it raises the error.
 
     Raises:
       ValueError: an installed package has no such function.
@@ -218,7 +227,7 @@ def keyword_defaults(source: Source, without: Collection[str] = ()) -> dict[str,
     return {
         name: value
         for name, value in defaults.items()
-        if name not in without
+        if name not in excluded
         and isinstance(value, values)
         and (not isinstance(value, float) or math.isfinite(value))
     }
@@ -230,11 +239,12 @@ def _defaults_in_file(source: Source) -> dict[str, Any]:
         tree = ast.parse(path.read_bytes() if path.is_file() else b"")
     except (SyntaxError, ValueError):
         return {}
-    made = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == source.function]
-    if not made:
+    defs = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == source.function]
+    if not defs:
         return {}
-    signature = made[-1].args
+    signature = defs[-1].args
     positional = [*signature.posonlyargs, *signature.args]
+    # Defaults belong to the last positional arguments; a keyword-only one without has None.
     pairs = list(zip(reversed(positional[1:]), reversed(signature.defaults), strict=False))
     pairs = [*reversed(pairs), *zip(signature.kwonlyargs, signature.kw_defaults, strict=True)]
     defaults: dict[str, Any] = {}
@@ -243,25 +253,25 @@ def _defaults_in_file(source: Source) -> dict[str, Any]:
             value = ast.literal_eval(node) if node is not None else None
         except ValueError:  # an expression
             continue
+        # `rate: float = 1` takes 0.5 on the command line, too.
         if isinstance(argument.annotation, ast.Name) and argument.annotation.id == "float":
             value = float(value) if type(value) is int else value
         defaults[argument.arg] = value
     return defaults
 
 
-def with_tuples(options: Any, name: str) -> Any:
-    """Options of the user's code as they come back from config.json: with tuples for lists.
-
-    `name` is what errors call them, such as `OptaxConfig.options`.
+def normalize_options(options: Any, name: str) -> Any:
+    """Options of a user's function as `from_dict` reads them from config.json: with tuples for
+    lists. `name` is their name in errors, such as `OptaxConfig.options`.
 
     Raises:
-      ValueError: config.json cannot hold one of them, or the command line cannot name it.
+      ValueError: config.json cannot hold a value, or the command line cannot name an option.
     """
     if isinstance(options, dict):
         _check_keys(list(options), name)
-        return {key: with_tuples(item, f"{name}.{key}") for key, item in options.items()}
+        return {key: normalize_options(item, f"{name}.{key}") for key, item in options.items()}
     if isinstance(options, list | tuple):
-        return tuple(with_tuples(item, f"{name}.{i}") for i, item in enumerate(options))
+        return tuple(normalize_options(item, f"{name}.{i}") for i, item in enumerate(options))
     if options is not None and not isinstance(options, str | int | float):
         raise ValueError(
             f"{name} is a {type(options).__name__}, which config.json cannot hold; options are "
@@ -276,7 +286,7 @@ def _check_keys(keys: list[Any], name: str) -> None:
     for key in keys:
         if not isinstance(key, str):
             raise ValueError(f"{name} has the key {key!r}, which must be text, as config.json has.")
-    if "type" in keys:  # which says the class of a dict in config.json
+    if "type" in keys:  # the class of a dict in config.json
         raise ValueError(f"{name}: no option may be called 'type'.")
     flags = [key.replace("_", "-") for key in keys]
     if twice := [key for key, flag in zip(keys, flags, strict=True) if flags.count(flag) > 1]:

@@ -285,7 +285,7 @@ def open_validation(
     if isinstance(data, TokenOptions):
         options["packing"] = data.packing
     for one in sets:
-        with about(one.written):
+        with about(one.spec):
             if isinstance(one.place, Source):
                 config: DataConfig = GrainConfig(source=one.place)
             elif (file := resolve(one.place)).is_file():

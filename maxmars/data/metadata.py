@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from etils import epath
 
-from maxmars.config.checks import CheckedConfig, NotNegative, read_as
+from maxmars.config.checks import CheckedConfig, NotNegative, from_json
 from maxmars.config.errors import about
 from maxmars.data.rows import Skipped
 from maxmars.data.tokenizer import Loss
@@ -146,7 +146,7 @@ def parse_metadata(text: str, path: epath.Path) -> Metadata:
       ValueError: the text is damaged, or of another format or version.
     """
     with about(path):
-        fields = read_as(dict[str, Any], parse_json(text))
+        fields = from_json(dict[str, Any], parse_json(text))
         format_, version = fields.pop("format", None), fields.pop("version", None)
         if format_ != FORMAT or version not in (2, VERSION):
             raise ValueError(
@@ -158,4 +158,4 @@ def parse_metadata(text: str, path: epath.Path) -> Metadata:
             fields.pop(name, None)
         if isinstance(loss := fields.get("loss"), dict):
             fields["loss"] = {k: loss[k] for k in loss if k not in ("tokens", "unknown")}
-        return read_as(Metadata, fields)
+        return from_json(Metadata, fields)

@@ -149,7 +149,7 @@ class OwnWindows:
     ) -> None:
         """Open the dataset, and read its first element."""
         self.split, self.length = split, length
-        self.path = epath.Path(function.written)
+        self.path = epath.Path(function.spec)
         self._function, self._options = function, options
         self._check = ExampleCheck(f"data.source={function!r}, split {split!r}", length, vocab_size)
         self._dataset: Any = self._open()

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from etils import epath
 
-from maxmars.config.checks import read_as
+from maxmars.config.checks import from_json
 from maxmars.config.errors import EXTERNAL_ERRORS
 from maxmars.config.numbers import short
 from maxmars.data.corpus import Corpus, PythonSources, TextFiles, Texts
@@ -286,7 +286,7 @@ class Preparation:
         if len(records) < len(recipe.tasks):
             return METADATA in _names(self.out)
         skipped = sum(
-            (read_as(Skipped, record["skipped"]) for record in records.values()), Skipped()
+            (from_json(Skipped, record["skipped"]) for record in records.values()), Skipped()
         )
         skipped.check_limit(recipe.skip_bad)
         if 0 < recipe.validation_fraction < 1:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
-from maxmars.config.checks import read_as
+from maxmars.config.checks import from_json
 from maxmars.config.data import COMPRESSIONS, DELIMITED, JSON, KINDS, TABLES, TEXT
 from maxmars.config.errors import about, needs_extra
 from maxmars.distributed.files import is_remote
@@ -431,7 +431,7 @@ def text_in(row: Any, field: str) -> str:
     """
     if isinstance(row, str):
         return row
-    value: Any = read_as(dict[str, Any], row) if not isinstance(row, Mapping) else row
+    value: Any = from_json(dict[str, Any], row) if not isinstance(row, Mapping) else row
     # A column may have a dot in its own name.
     for name in [field] if field in value else field.split("."):
         if value is None:

@@ -38,7 +38,7 @@ from typing import IO, Any
 
 from etils import epath
 
-from maxmars.config.checks import read_as
+from maxmars.config.checks import from_json
 from maxmars.config.credentials import refuse_credentials
 from maxmars.config.errors import about, in_words, needs_extra
 
@@ -448,7 +448,7 @@ def read_json_object(path: epath.PathLike) -> dict[str, Any]:
     """
     with about(path):
         require_file(path)
-        return read_as(dict[str, Any], parse_json(resolve(path).read_bytes()))
+        return from_json(dict[str, Any], parse_json(resolve(path).read_bytes()))
 
 
 def write_json(path: epath.PathLike, value: Any) -> None:

@@ -32,7 +32,7 @@ from jax.sharding import Mesh
 from jaxtyping import Bool, Float64, Int
 
 from maxmars.config import ModelConfig, TrainConfig
-from maxmars.config.checks import CheckedConfig, NotNegative, Rule, read_as, require
+from maxmars.config.checks import CheckedConfig, NotNegative, Rule, from_json, require
 from maxmars.config.data import COMPRESSIONS
 from maxmars.config.errors import about, needs_extra
 from maxmars.data.batches import DataSplit
@@ -131,7 +131,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _question(row: Any, number: int) -> Question:
     """The question of a row, the `number`-th of its file, which is its index if it has none."""
-    fields = read_as(dict[str, Any], row)
+    fields = from_json(dict[str, Any], row)
     if fields["label"] in ("", None):
         raise ValueError("label is empty: the test set has none; use the validation set.")
     index = fields.get("ind")
@@ -144,7 +144,7 @@ def _question(row: Any, number: int) -> Question:
         "endings": fields["endings"],
         "label": _whole("label", fields["label"]),
     }
-    return read_as(Question, question)
+    return from_json(Question, question)
 
 
 def _whole(name: str, value: Any) -> int:

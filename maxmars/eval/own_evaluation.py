@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxmars.config import TrainConfig
-from maxmars.config.errors import EXTERNAL_ERRORS, about, place_in_own_file
+from maxmars.config.errors import EXTERNAL_ERRORS, about, line_in_user_file
 from maxmars.config.user_code import Source
 from maxmars.data.batches import DataSplit
 from maxmars.data.tokenizer import tokenizer_of_tokens
@@ -57,7 +57,7 @@ class OwnEvaluation:
             except REPORTED_ERRORS:
                 raise
             except Exception as error:
-                where = place_in_own_file(error)
+                where = line_in_user_file(error)
                 raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
             if not isinstance(metrics, Mapping) or not metrics:
                 raise ValueError(f"it returned {metrics!r:.80}, {_WANTED}.")

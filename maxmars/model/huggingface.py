@@ -30,7 +30,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from maxmars.config import GPT2Config
-from maxmars.config.checks import read_as
+from maxmars.config.checks import from_json
 from maxmars.config.errors import about
 from maxmars.distributed import processes
 from maxmars.distributed.files import read_json_object, write_json
@@ -120,13 +120,13 @@ def _config_of(fields: dict[str, Any]) -> GPT2Config:
             f"n_inner is {fields['n_inner']!r}, but maxmars reads models whose MLP is four times "
             f"as wide as n_embd ({fields['n_embd']}) only."
         )
-    ours = read_as(dict[str, Any], fields.get(_OURS, {}))
+    ours = from_json(dict[str, Any], fields.get(_OURS, {}))
     if ours.get("document_end_id", "") is None:  # which earlier exports had
         del ours["document_end_id"]
     if not ours.keys() <= set(_OUR_FIELDS):
         raise ValueError(f"{_OURS} holds {', '.join(ours)}, not {', '.join(_OUR_FIELDS)} alone.")
     values = {name: fields[theirs] for name, theirs in _FIELDS.items()}
-    return read_as(GPT2Config, {**values, **ours, "compute_dtype": "float32"})
+    return from_json(GPT2Config, {**values, **ours, "compute_dtype": "float32"})
 
 
 def config_fields(config: GPT2Config) -> dict[str, Any]:
@@ -390,7 +390,7 @@ def _stored_arrays(directory: Path) -> dict[str, StoredArray]:
     if not index.is_file():
         raise _no_weights(directory)
     with about(index):
-        files = read_as(dict[str, str], read_json_object(index)["weight_map"])
+        files = from_json(dict[str, str], read_json_object(index)["weight_map"])
         for file in files.values():
             if Path(file).name != file or not file.endswith("safetensors"):
                 raise ValueError(f"{file!r} is no safetensors file beside it.")

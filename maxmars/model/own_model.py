@@ -16,7 +16,7 @@ from typing import Any
 from flax import nnx
 
 from maxmars.config import ModuleConfig
-from maxmars.config.errors import about, in_words, place_in_own_file
+from maxmars.config.errors import about, in_words, line_in_user_file
 from maxmars.config.user_code import Source
 from maxmars.distributed.sharding import ShardingRules
 from maxmars.model.gpt2 import LAYERS
@@ -38,7 +38,7 @@ def in_one_line(config: ModuleConfig) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if place_in_own_file(error) is not None:
+        if line_in_user_file(error) is not None:
             raise
         raise module_error(config, " ".join(in_words(error).split()).removesuffix(".")) from error
 

@@ -78,7 +78,7 @@ def describe_parameters(optimizer: OptimizerConfig, parameters: Parameters) -> s
     if not isinstance(optimizer, OptaxConfig):
         return table
     numbers = [f"{k}={v!r}" for k, v in optimizer.options.items() if isinstance(v, int | float)]
-    name = optimizer.source.written
+    name = optimizer.source.spec
     return f"{table}\n\noptions of {name}: {', '.join(numbers)}" if numbers else table
 
 
@@ -87,7 +87,7 @@ def note_on_package(optimizer: OptimizerConfig) -> str | None:
     if not isinstance(optimizer, OptaxConfig) or optimizer.source.file:
         return None
     return (
-        f"{optimizer.source.written} gets the layers stacked in one array: a norm of an array is "
+        f"{optimizer.source.spec} gets the layers stacked in one array: a norm of an array is "
         "over all layers. What it trains is what is evaluated; for others (schedule-free) take a "
         "FILE.py:NAME that names them"
     )
@@ -175,7 +175,7 @@ def make_optimizer(
 
 def _weight_update(optimizer: OptimizerConfig, rate_fraction: Any = 1.0) -> WeightUpdate | None:
     """Changes of the weight update in a config; None without changes."""
-    if isinstance(optimizer, OptaxConfig) or not optimizer.weight_update.names:
+    if isinstance(optimizer, OptaxConfig) or not optimizer.weight_update.enabled:
         return None
     hooks = vars(optimizer.weight_update)
     return WeightUpdate(
@@ -229,7 +229,7 @@ def evaluated_in_words(config: TrainConfig) -> str:
     if config.ema_decay is not None:
         return f"the average of the parameters (ema_decay={config.ema_decay})"
     assert isinstance(config.optimizer, OptaxConfig)  # others evaluate what they train
-    return f"the parameters that {config.optimizer.source.written} names"
+    return f"the parameters that {config.optimizer.source.spec} names"
 
 
 def _own_optimizer(

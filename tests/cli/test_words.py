@@ -13,7 +13,7 @@ import pytest
 
 from maxmars import cli
 from maxmars.cli.parse import ConfigArguments, parse_arguments
-from maxmars.config.checks import kinds_of
+from maxmars.config.checks import union_types
 from maxmars.config.load import load_config
 
 pytestmark = pytest.mark.smoke
@@ -417,7 +417,7 @@ def number_fields(config, names=(), kinds=frozenset({int, float})):
         value = getattr(config, name, None)
         if dataclasses.is_dataclass(value):
             yield from number_fields(value, (*names, name), kinds)
-        elif kinds & set(kinds_of(hint)):
+        elif kinds & set(union_types(hint)):
             yield (*names, name)
 
 
