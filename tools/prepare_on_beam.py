@@ -24,7 +24,7 @@ import sys
 import apache_beam as beam
 from apache_beam.options.pipeline_options import PipelineOptions
 
-from maxmars.cli.data import PrepareArguments, preparation_of, training_command
+from maxmars.cli.data import PrepareArguments, open_preparation, training_command
 from maxmars.cli.parse import parse_options
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     arguments = parse_options(PrepareArguments, words[:end], prog="prepare_on_beam.py")
     if arguments.workers is not None or arguments.tasks:
         sys.exit("error: Beam shares the work, so --workers and --tasks do not apply.")
-    preparation = preparation_of(arguments)
+    preparation = open_preparation(arguments)
     preparation.begin()
     with beam.Pipeline(options=PipelineOptions(words[end + 1 :])) as pipeline:
         numbers = pipeline | beam.Create(range(len(preparation.recipe.tasks))) | beam.Reshuffle()

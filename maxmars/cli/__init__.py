@@ -1,8 +1,9 @@
 """The `maxmars` command: finds a subcommand, runs it, and turns user errors into one line.
 
 A command is a function of a module here, from the arguments to the exit code, and one row in
-`COMMANDS`. Its module is imported only when the command runs, so `maxmars --help` loads neither JAX
-nor tyro.
+`COMMANDS`. Its module is imported only when the command runs, so that `maxmars --help` loads
+neither JAX nor tyro. Exit codes are those of `main`. Errors of input, files and network, whoever
+raised them, are printed here and nowhere else; all others are bugs and keep their traceback.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PACKAGE = Path(maxmars.__file__).resolve().parent
 
 
 class Command(NamedTuple):
-    """A function in a module of this package, and its line in `maxmars --help`."""
+    """A subcommand: its module here, the function in it, and its line in `maxmars --help`."""
 
     module: str
     function: str
@@ -38,14 +39,14 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train", "run", "train a model as a config file says, or continue"),
-    "rewind": Command("rewind", "run", "take a run back to a checkpoint, or past examples"),
+    "rewind": Command("rewind", "run", "take a run back to a checkpoint, or skip examples"),
     "eval": Command("eval", "run", "score a trained model, or compare two"),
     "generate": Command("generate", "run", "continue a prompt with a trained model"),
     "export": Command("export", "run", "write a model as a Hugging Face directory"),
-    "audit": Command("audit", "run", "check that a run is one trajectory, by its journal"),
+    "audit": Command("audit", "run", "check states and data of a run against its journal"),
     "compare": Command("compare", "run", "tune optimizers and compare them, fairly"),
     "report": Command("compare", "run_report", "draw the curves of runs and comparisons"),
-    "plan": Command("plan", "run", "memory, traffic and time of a run, before you pay"),
+    "plan": Command("plan", "run", "estimate memory, traffic and time, before you pay"),
     "launch": Command("launch", "run", "train on TPU VMs, a GKE cluster or SLURM"),
     "data": Command("data", "run", "prepare text for training, and look at the result"),
 }
@@ -64,7 +65,7 @@ def main(argv: list[str] | None = None) -> None:
         argv = sys.argv[1:]
     if getattr(sys.unraisablehook, "func", None) is not _show_unraisable:
         sys.unraisablehook = functools.partial(_show_unraisable, sys.unraisablehook)
-    # A run must not end because nobody reads what it prints; its metrics are in its files.
+    # A run must not end because nobody reads its output; the metrics are in files.
     with standard_streams(keep_going=argv[:1] == ["train"]):
         code = _run(argv)
     if code:
@@ -72,10 +73,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _show_unraisable(show: Callable[..., None], unraisable: sys.UnraisableHookArgs) -> None:
-    """Show an error that Python can raise nowhere, unless it only follows one that was raised.
+    """Show an error of a thread or a destructor, except those that only follow another error.
 
-    Where one array of a checkpoint cannot be read or written, which raises, the threads of
-    TensorStore (0.1.86) have such an error of each other array that was under way.
+    Where an array of a checkpoint cannot be read or written, that error is raised, and TensorStore
+    (0.1.86) adds one in its threads for each other array in transfer.
     """
     if str(unraisable.exc_value) != "Event loop is closed":
         show(unraisable)
@@ -116,7 +117,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _continues(argv: list[str]) -> bool:
-    """Whether the same command goes on where this one was interrupted."""
+    """Whether the same command continues after an interruption."""
     if argv[:2] == ["compare", "verify"]:
         return any(word.startswith("--workdir") for word in argv)
     return argv[:1] in (["train"], ["compare"]) or argv[:2] == ["data", "prepare"]
@@ -125,13 +126,13 @@ def _continues(argv: list[str]) -> bool:
 def _dispatch(argv: list[str]) -> int:
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name in COMMANDS:
-        if name != "launch":  # whose programs hand the variable on to the run
+        if name != "launch":  # gcloud, kubectl and sbatch would pass JAX_PLATFORMS on to the run
             _stay_on_the_cpu_without_chips()
             keep_freed_memory()
         command = COMMANDS[name]
         try:
             module = importlib.import_module(f"{__name__}.{command.module}")
-        except ModuleNotFoundError as error:  # of an extra's package it would be raised later
+        except ModuleNotFoundError as error:  # packages of extras are imported later
             _print_error(
                 f"there is no package {error.name}, which `maxmars {name}` needs: this maxmars was "
                 "installed for maxmars.optim alone. Install it again without --no-deps."
@@ -156,11 +157,11 @@ def _dispatch(argv: list[str]) -> int:
 
 @contextlib.contextmanager
 def _printing_warnings() -> Iterator[None]:
-    """Print what maxmars logs as `maxmars: warning: ...`; some libraries set up another style."""
+    """Print warnings that maxmars logs as `maxmars: warning: ...`, whatever style libraries set."""
     logger, handler = logging.getLogger("maxmars"), logging.StreamHandler()
     orbax = logging.getLogger("absl")
     orbax_level = orbax.level
-    orbax.setLevel(logging.CRITICAL)  # what it logs it also raises
+    orbax.setLevel(logging.CRITICAL)  # Orbax also raises the errors that it logs
     handler.setFormatter(logging.Formatter("maxmars: warning: %(message)s"))
     logger.addHandler(handler)
     logger.propagate = False
@@ -173,20 +174,21 @@ def _printing_warnings() -> Iterator[None]:
 
 
 def _stay_on_the_cpu_without_chips() -> None:
-    """Set JAX_PLATFORMS=cpu on a machine that has neither a TPU nor a GPU, but a compiler for them
+    """Set JAX_PLATFORMS=cpu on a machine with neither a TPU nor a GPU, but with a compiler for one
     (extra `tpu` or `cuda`), as `maxmars plan` needs.
 
-    JAX loads each of these to look for chips; libtpu (0.0.42) and the CUDA plugin (0.10.2) then log
-    pages of what is missing. Where SLURM gave GPUs, these pages are what the user needs.
+    JAX loads each compiler to look for chips; without chips libtpu (0.0.42) and the CUDA plugin
+    (0.10.2) log pages of errors. Where SLURM has allotted GPUs, the user needs these pages.
     """
     if os.environ.get("SLURM_GPUS_ON_NODE", "0") != "0":
         return
-    parent = importlib.util.find_spec("jax_plugins")  # without it the next would raise
+    parent = importlib.util.find_spec("jax_plugins")  # find_spec of a child raises without it
     has_cuda = parent is not None and importlib.util.find_spec("jax_plugins.xla_cuda13")
     if has_cuda or importlib.util.find_spec("libtpu"):
+        # Vendors of PCI devices: Google and NVIDIA. Containers and WSL may hide the bus, but not
+        # the devices in /dev.
         vendors = Path("/sys/bus/pci/devices").glob("*/vendor")
         has_chip = not {"0x1ae0", "0x10de"}.isdisjoint(v.read_text().strip() for v in vendors)
-        # Containers and Windows' Linux may hide the bus.
         nodes = ("accel*", "vfio/[0-9]*", "nvidia*", "dxg")
         if not has_chip and not any(node for name in nodes for node in Path("/dev").glob(name)):
             os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -200,7 +202,7 @@ def _report(error: BaseException) -> int:
     message = in_words(error)
     if _is_out_of_memory(error):
         way_out = "take smaller batches, a smaller model, or more devices"
-        # JAX's own note, on the traceback that it shortened, has several lines.
+        # JAX adds a note of several lines about its shortened traceback.
         notes = [note for note in getattr(error, "__notes__", ()) if "\n" not in note]
         message = (
             f"out of memory ({message.splitlines()[0]}): {', '.join(notes or [way_out])}; "
@@ -213,7 +215,7 @@ def _report(error: BaseException) -> int:
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether maxmars raised it itself, or the operating system refused a file that it names."""
+    """Whether maxmars itself raised an error, or the operating system did, with the file's name."""
     if isinstance(error, OSError) and error.filename:
         return True
     frames = traceback.extract_tb(error.__traceback__)
@@ -221,7 +223,7 @@ def _is_raised_here(error: BaseException) -> bool:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """Whether this host, or by XLA's words a device, has not enough memory."""
+    """Whether an error means that this host or, by XLA's message, a device is out of memory."""
     is_xlas = isinstance(error, RuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED")
     return is_xlas or isinstance(error, MemoryError)
 
@@ -246,5 +248,5 @@ For example:
   maxmars generate runs/quickstart --prompt "def "
 
 `maxmars COMMAND --help` explains a command and the options to know first,
-`maxmars COMMAND --help-all` every option; `maxmars --version` tells the version.
+`maxmars COMMAND --help-all` every option; `maxmars --version` prints the version.
 With MAXMARS_TRACEBACK=1 in the environment, errors show where they were raised."""

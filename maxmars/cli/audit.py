@@ -1,4 +1,7 @@
-"""`maxmars audit`: whether a run is one trajectory, as its journal says."""
+"""`maxmars audit`: whether states and data of a run agree with its journal.
+
+The work is in `train/audit.py`. Exit code 1 is a negative verdict, so that scripts may rely on it.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +20,10 @@ from maxmars.config.checks import CheckedConfig, Positive, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class AuditArguments(CheckedConfig):
-    """Check that a run is one trajectory: states and data against its journal.
+    """Check that a run is one trajectory: compare its states and data with its journal.
 
-    Exits with 1 where it is not, and says where it breaks. Whether metrics.jsonl is as recorded
-    stands in a line of its own.
+    The exit code is 1 where they differ, and the text says at which step. A line of its own says
+    whether metrics.jsonl is unchanged.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -29,16 +32,16 @@ class AuditArguments(CheckedConfig):
     )
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The working directory of a run, such as runs/quickstart."""
+    """Working directory of a run, such as runs/quickstart."""
     replay: Annotated[Positive[int] | None, tyro.conf.arg(metavar="K")] = None
-    """Compute K steps again, from a checkpoint that is still there, or from the seed, to a later
-    saved step, and compare the digests. On other hardware or another mesh, rounding may differ."""
+    """Number of steps to compute again, from an existing checkpoint or from the seed to a later
+    saved step; then compare the digests. Other hardware or another mesh may round differently."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
-    """Write the result here."""
+    """File for the result as JSON."""
 
 
 def run(argv: list[str]) -> int:
-    """Run `maxmars audit`; 1 if the run is broken, else 0."""
+    """Run `maxmars audit`; the exit code is 1 if the run is broken, else 0."""
     arguments = parse_options(AuditArguments, argv, prog="maxmars audit")
     if arguments.output is not None and (problem := why_no_output(arguments.output)):
         raise UsageError(problem)

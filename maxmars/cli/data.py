@@ -1,4 +1,9 @@
-"""`maxmars data`: prepare text for training, and look at the result."""
+"""`maxmars data`: prepare text for training, and look at the result.
+
+The work is in `maxmars.data`. `prepare` makes a `Recipe` of its options, with the command line for
+the record; the same command continues a directory only if the recipe is the same. `inspect` opens a
+directory of tokens, also of other programs, and prints facts, a sample and the next command.
+"""
 
 from __future__ import annotations
 
@@ -46,22 +51,22 @@ _NOT_RECORDED = {"source", "out", "workers", "tasks"}
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareArguments(CheckedConfig):
-    """Turn text into tokens for training; the same command again continues.
+    """Turn text into tokens for training; the same command again continues the work.
 
     SOURCE is one of
 
-      'books/*.txt'             files: .txt (each is one document), .jsonl,
-                                .json, .csv, .tsv, .parquet, .arrow (each line,
-                                element or row is one); .gz, .bz2, .xz, .zst of
-                                them; also of gs://BUCKET; quote globs
+      'books/*.txt'             files: .txt (each one document), .jsonl, .json,
+                                .csv, .tsv, .parquet, .arrow (each line, element
+                                or row one document), also with .gz, .bz2, .xz or
+                                .zst, and in gs://BUCKET; quote a pattern
       openwebtext, fineweb-edu, c4, wikitext-103 (each with :split)
                                 these datasets of the Hugging Face hub (tested
-                                only against a local imitation of the hub)
-      hf:REPO[:config][:split]  a Hugging Face dataset, streamed, or a local
-                                directory of one
-      tfds:NAME[:split]         a set of TensorFlow Datasets as it lies on the disk
+                                only with a local imitation of the hub)
+      hf:REPO[:config][:split]  a dataset of the Hugging Face hub, streamed, or a
+                                local directory of one
+      tfds:NAME[:split]         a dataset of TensorFlow Datasets on the disk
                                 (TFRecord, array_record); needs no TensorFlow
-      python                    the sources of Python's standard library
+      python                    source code of Python's standard library
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -80,54 +85,55 @@ class PrepareArguments(CheckedConfig):
     )
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")]
-    """What to read, as above."""
+    """Text to read, one of the above."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """Directory to write, on a disk or gs://BUCKET/PATH."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|gpt2|FILE.json")] = "byte"
     """`byte`, `gpt2` (BPE of 50257 tokens), or the path of a Hugging Face tokenizer.json."""
     validation_fraction: Fraction | None = None
-    """Share to hold out for validation; None is 0.1, of the large datasets above less, unless there
-    is a validation split. Of each .txt the end is held out; of other files and datasets the
-    documents that a hash of their names says."""
+    """Fraction of the text to hold out for validation; None is 0.1, or less for the large datasets
+    above, unless there is a validation split. Of each .txt the end is held out; of other files and
+    datasets the documents that a hash of their names selects."""
     validation: Annotated[str | None, tyro.conf.arg(metavar="SOURCE")] = None
-    """Take the validation split from here, and all of the first SOURCE for training: the dataset's
-    own split (`c4:validation`, hf:REPO:CONFIG:test), or other files. None takes `validation` or
-    `val` of tfds:NAME, if it has one."""
+    """Source of the validation split, while the first SOURCE is all for training: a split of the
+    dataset (`c4:validation`, hf:REPO:CONFIG:test), or other files. None takes the split
+    `validation` or `val` of tfds:NAME, if there is one."""
     text_field: str | None = None
-    """Where the text is in a line or row: a field, or one within a field as in `document.text`;
-    None is `text`, or what the dataset above has."""
+    """Field of a line or row that has the text, also a nested one such as `document.text`; None is
+    `text`, or the field of the dataset above."""
     document_separator: str | None = None
-    r"""What stands between the documents of a .txt, such as '<|endoftext|>', or '\n' for a line a
-    document; None takes the file as one. Line breaks beside it are no text."""
+    r"""Text between the documents of a .txt, such as '<|endoftext|>', or '\n' where each line is a
+    document; None takes the whole file as one document. Line breaks beside a separator are not
+    part of a document."""
     skip_bad: NotNegative[int] = 0
-    """Lines and rows to leave out, at most, of all the text, where they are cut or have no such
-    field; the first are named."""
+    """Largest number of lines and rows to leave out, in all the text, because they are cut off or
+    lack the field; the first of them are named."""
     data_dir: str | None = None
-    """Where TFDS keeps its datasets, for tfds:NAME."""
+    """Directory of TFDS datasets, for tfds:NAME."""
     eot_token: str | None = None
-    """The token of a tokenizer.json that ends a document; by default the one that the files beside
-    it name, or else <|endoftext|>."""
+    """Token of a tokenizer.json that ends a document; None takes the one that the files beside the
+    tokenizer.json name, else <|endoftext|>."""
     allow_lossy: bool = False
-    """Go on where the tokenizer cannot spell more than 1 % of the characters of a sample of the
-    text; inspect says how many."""
+    """Go on although the tokenizer cannot represent more than 1 % of the characters in a sample of
+    the text; `inspect` shows how many."""
     workers: NotNegative[int] | None = None
-    """Processes that tokenise; None takes as many as there are cores, 0 starts none."""
+    """Number of processes that tokenise; None takes one for each core, 0 starts none."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="I/N")] = None
-    """Share the work: this is job I, from 0, of N over a shared directory or bucket. The work is
-    divided into tasks by the text alone, and this job does those whose number leaves I when divided
-    by N. Whoever does the last task completes OUT; the result is the same."""
+    """Do a part of the work: this is job I, from 0, of N jobs that write to one directory or
+    bucket. The work is divided into tasks by the text alone; job I does the tasks I, I + N, I + 2N,
+    ... Whichever job does the last task completes OUT; the result does not depend on N."""
     task_bytes: Positive[int] | None = None
-    """Bytes of text of a task, about; None takes 8 to 256 MB, by the size of the text."""
+    """Approximate bytes of text in a task; None takes 8 to 256 MB, by the size of the text."""
     shard_tokens: Positive[int] = 100_000_000
-    """Tokens a file at most."""
+    """Largest number of tokens in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectArguments(CheckedConfig):
-    """Show what a directory of tokens holds, and compare every file with its checksum.
+    """Show the contents of a directory of tokens, and compare every file with its checksum.
 
-    The SHA-256 of a split's tokens does not depend on the number and the format of their files: two
-    directories with the same one hold the same stream.
+    The SHA-256 of a split is that of its tokens, whatever the number and the format of the files:
+    directories with equal ones hold equal streams of tokens.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -135,49 +141,49 @@ class InspectArguments(CheckedConfig):
         "maxmars data inspect data/books --no-verify",
     )
     path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """A directory that `prepare` made, on a disk or gs://BUCKET/PATH, or tokens of nanoGPT,
+    """Directory that `prepare` made, on a disk or gs://BUCKET/PATH, or tokens of nanoGPT,
     build-nanogpt or llm.c, as `maxmars train` reads them."""
     verify: bool = True
-    """Compare the files with their checksums, and hash the tokens of each split: both read all."""
+    """Compare the files with their checksums, and hash the tokens of each split. Both read all the
+    data."""
 
 
-def preparation_of(arguments: PrepareArguments) -> Preparation:
-    """What a command line says, opened but not begun."""
+def open_preparation(arguments: PrepareArguments) -> Preparation:
+    """Open the text and the tokenizer that a command line names; nothing is written yet."""
     from maxmars.data.open_corpus import PRESETS, open_corpus
     from maxmars.data.prepare import Preparation
     from maxmars.data.tasks import Recipe
 
     source, separator = arguments.source, arguments.document_separator
-    fraction = arguments.validation_fraction
-    held_out = arguments.validation
-    if fraction is not None and held_out is not None:
+    fraction, validation_source = arguments.validation_fraction, arguments.validation
+    if fraction is not None and validation_source is not None:
         raise UsageError(
-            f"--validation {held_out} is the validation split; leave out --validation-fraction."
+            f"--validation {validation_source} is the validation split; leave out "
+            "--validation-fraction."
         )
-    for written, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
-        separator = separator and separator.replace(written, character)
-    open_ = functools.partial(
+    for escape, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
+        separator = separator and separator.replace(escape, character)
+    open_source = functools.partial(
         open_corpus,
         text_field=arguments.text_field,
         data_dir=arguments.data_dir,
         separator=separator,
     )
-    corpus = open_(source)
+    corpus = open_source(source)
     if fraction is None:
-        held_out, preset = (
-            held_out or corpus.validation_source,
-            PRESETS.get(source.partition(":")[0]),
-        )
+        validation_source = validation_source or corpus.validation_source
+        preset = PRESETS.get(source.partition(":")[0])
         fraction = 0.1 if preset is None else preset.validation_fraction
-    if held_out is not None:
-        arguments, fraction = replace(arguments, validation=held_out), 0.0
+    # The record names the split that is taken, also where no option does.
+    if validation_source is not None:
+        arguments, fraction = replace(arguments, validation=validation_source), 0.0
     else:
         arguments = replace(arguments, validation_fraction=fraction)
     recipe = Recipe(
         corpus=corpus,
-        validation=None if held_out is None else open_(held_out),
+        validation=None if validation_source is None else open_source(validation_source),
         tokenizer=load(arguments.tokenizer, eot_token=arguments.eot_token),
-        source=source if held_out is None else f"{source}, validation {held_out}",
+        source=source if validation_source is None else f"{source}, validation {validation_source}",
         validation_fraction=fraction,
         shard_tokens=arguments.shard_tokens,
         task_bytes=arguments.task_bytes,
@@ -189,13 +195,13 @@ def preparation_of(arguments: PrepareArguments) -> Preparation:
 
 
 def _prepare(arguments: PrepareArguments) -> int:
-    share = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
-    preparation = preparation_of(arguments)
+    job = None if arguments.tasks is None else _parse_tasks(arguments.tasks)
+    preparation = open_preparation(arguments)
     recipe, out = preparation.recipe, preparation.out
     workers = arguments.workers
     if workers is None:
         workers = len(os.sched_getaffinity(0))
-    was_complete = share is not None and preparation.is_finished()
+    was_complete = job is not None and preparation.is_finished()
     if not was_complete:
         with Progress(stderr=True) as status:
             status.update("looking at the text")
@@ -209,7 +215,7 @@ def _prepare(arguments: PrepareArguments) -> int:
             )
         for hint in hints:
             print(f"note: {hint}", file=sys.stderr)
-        preparation.run(workers, share or (0, 1))
+        preparation.run(workers, job or (0, 1))
     metadata = preparation.finish()
     if metadata is None:
         done = f"the tasks {arguments.tasks} of {out} are done"
@@ -227,13 +233,13 @@ def _prepare(arguments: PrepareArguments) -> int:
     if metadata.skipped is not None:
         print(f"left out {metadata.skipped}")
     if metadata.repeated is not None:
-        print(f"warning: {_in_both(metadata)}", file=sys.stderr)
+        print(f"warning: {_repeated_documents(metadata)}", file=sys.stderr)
     tokens = {name: split.num_tokens for name, split in metadata.splits.items()}
     print(training_command(arguments.out, tokens, metadata.tokenizer))
     return 0
 
 
-def _in_both(metadata: Metadata) -> str:
+def _repeated_documents(metadata: Metadata) -> str:
     count = metadata.splits["val"].num_documents
     return (
         f"{metadata.repeated:,} of {count:,} documents of val are in train too, token for token, "
@@ -242,12 +248,12 @@ def _in_both(metadata: Metadata) -> str:
 
 
 def training_command(path: str, tokens: Mapping[str, int], tokenizer: str) -> str:
-    """The line that names the command that trains a model of fitting size.
+    """A line with the `maxmars train` command for a model that suits the number of tokens.
 
     Args:
       path: the directory of tokens.
-      tokens: the number of each split.
-      tokenizer: its name.
+      tokens: number of tokens of each split.
+      tokenizer: name of the tokenizer.
     """
     config, length, batch_size = [f"quickstart:data={path}"], 128, 8
     train, val = tokens.get("train", 0), tokens.get("val")
@@ -256,16 +262,18 @@ def training_command(path: str, tokens: Mapping[str, int], tokenizer: str) -> st
         length, batch_size = 1024, 480
     if val is None:
         config += ["--eval.every", "None"]
+    # A batch needs a window of length + 1 tokens for each sequence, and validation one window.
     longest = min(length, (train - 1) // batch_size, length if val is None else val - 1)
     if longest < 2:
         return f"{path} has too few tokens to train on; prepare more text."
     if longest < length:
-        config += ["--model.max-seq-len", str(1 << longest.bit_length() - 1)]
+        config += ["--model.max-seq-len", str(1 << longest.bit_length() - 1)]  # a power of two
     return f"next: {shlex.join(['maxmars', 'train', *config])}"
 
 
 def _command(arguments: PrepareArguments) -> str:
-    """The command line to record: whichever job completes the directory, it is the same."""
+    """The command line for the record, without options that do not change the tokens: it is the
+    same whichever job completes the directory."""
     words = ["maxmars", "data", "prepare", arguments.source, arguments.out]
     for field in fields(arguments):
         value, option = getattr(arguments, field.name), f"--{field.name.replace('_', '-')}"
@@ -301,8 +309,8 @@ def _inspect(arguments: InspectArguments) -> int:
 
 
 def sha256_of_tokens(stream: TokenStream) -> str:
-    """SHA-256, in hex, of a split's tokens as little-endian uint32, one after the other: of the
-    same tokens the same, whatever the number and the format of their files."""
+    """SHA-256, in hex, of a split's tokens as little-endian uint32, one after the other; it does
+    not depend on the number and the format of the files."""
     sha = hashlib.sha256()
     with Progress(stderr=True) as status:
         for start in range(0, stream.num_tokens, _BLOCK_TOKENS):
@@ -341,17 +349,17 @@ def _print_summary(directory: TokenDirectory, splits: Mapping[str, TokenStream])
     """Print the origin of the tokens, their counts, and a sample of each split."""
     console = Console(highlight=False, soft_wrap=True)
     metadata, vocabulary = directory.metadata, directory.vocabulary
-    written = "files of another program, without source and counts of documents"
+    file_format = "files of another program, without source and counts of documents"
     if metadata is not None:
-        written = f"token shards ({FORMAT}, {metadata.dtype})"
+        file_format = f"token shards ({FORMAT}, {metadata.dtype})"
     facts = {
-        "format": written,
+        "format": file_format,
         "source": metadata and metadata.source,
         "command": metadata and metadata.command,
         "tokenizer": f"{vocabulary.tokenizer}, vocabulary of {vocabulary.size:,}",
         "digest": vocabulary.digest,
         "left out": metadata and metadata.skipped,
-        "repeated": metadata and metadata.repeated and _in_both(metadata),
+        "repeated": metadata and metadata.repeated and _repeated_documents(metadata),
         "lost": metadata and metadata.loss and f"of a sample of the text, {metadata.loss}",
     }
     console.print(str(directory.path), style="bold", markup=False)
@@ -402,8 +410,8 @@ Turn text into tokens for training, and look at the result.
 `maxmars data prepare --help` lists the sources and the options."""
 
 
-def _more_files(arguments: PrepareArguments, word: str, value: str | None) -> str | None:
-    """The line for what a shell makes of a pattern."""
+def _advise_quotes(arguments: PrepareArguments, word: str, value: str | None) -> str | None:
+    """Hint where the shell has expanded a pattern to several files."""
     return "quote a pattern of files: 'books/*.txt'." if Path(word).is_file() else None
 
 
@@ -415,7 +423,7 @@ def run(argv: list[str]) -> int:
         return 0
     if name == "prepare":
         prog = "maxmars data prepare"
-        return _prepare(parse_options(PrepareArguments, rest, prog=prog, hint=_more_files))
+        return _prepare(parse_options(PrepareArguments, rest, prog=prog, hint=_advise_quotes))
     if name == "inspect":
         return _inspect(parse_options(InspectArguments, rest, prog="maxmars data inspect"))
     raise UsageError(

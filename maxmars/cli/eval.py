@@ -1,4 +1,10 @@
-"""`maxmars eval`: scores of one trained model, or of two on the same data."""
+"""`maxmars eval`: scores of one trained model, or of two on the same data.
+
+There are two backends: our own, with loss, HellaSwag and functions of the user's own, and
+lm-evaluation-harness; each refuses the options of the other. Data, functions and number of windows
+that no option names are those of the run's config. The work is in `maxmars.eval`; all processes of
+a cluster take part, and process 0 prints and writes.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +23,27 @@ from maxmars.config.checks import CheckedConfig, Count, NotNegative, Positive, U
 from maxmars.config.data import require_distinct
 from maxmars.config.user_code import Source
 
-_TASKS = ("loss", "hellaswag", "own")
+_NATIVE_TASKS = ("loss", "hellaswag", "own")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataArguments(CheckedConfig):
-    """The data of the validation loss."""
+    """Data of the validation loss."""
 
     path: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[NAME=]PLACE ...")] = ()
-    """`PLACE`, or several `NAME=PLACE`: directories of tokens, whose validation split is taken,
-    files of text, or functions of your own, `FILE.py:NAME`. Without it the loss is measured on the
-    validation split of the run's data and on its sets (eval.data)."""
+    """Data to score: `PLACE`, or several `NAME=PLACE`. PLACE is a directory of tokens, of which the
+    validation split is scored, a file of text, or a function of your own, `FILE.py:NAME`. Without
+    this option it is the validation split of the run's data, and its sets in eval.data."""
     tokenizer: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Of other programs' files there that are not GPT-2's: byte, gpt2, or the path of a
-    tokenizer.json."""
+    """Tokenizer of token files of other programs in --data.path, if it is not GPT-2's: byte, gpt2,
+    or the path of a tokenizer.json."""
     vocab_size: Annotated[Count[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Number of token ids of such files; None is the tokenizer's."""
+    """Number of token ids in such files; None is the tokenizer's."""
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
     """Type of a token in such files of nanoGPT."""
     num_windows: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Number of sequences of the model's context to score; None takes as many as the run, or
-    512."""
+    """Number of sequences, as long as the model's context, to score; None takes the number of the
+    run, else 512."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,20 +51,21 @@ class DataArguments(CheckedConfig):
 
     @property
     def sets(self) -> tuple[ValidationSet, ...]:
-        """The data by name."""
+        """The data as sets with names."""
         return tuple(map(ValidationSet.parse, self.path))
 
 
 @dataclass(frozen=True, kw_only=True)
 class HellaSwagArguments(CheckedConfig):
-    """The HellaSwag questions that are scored. Contexts too long for the model are cut at their
-    beginning, questions with an ending too long for it left out, and both are counted."""
+    """HellaSwag questions to score. A context that is too long for the model loses its beginning, a
+    question with an ending that is too long is left out, and both are counted."""
 
     path: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """The file hellaswag_val.jsonl, also with .gz or .zst, or the .parquet of the hub; None
-    downloads it once into the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars)."""
+    """File of the questions: hellaswag_val.jsonl, also with .gz or .zst, or the .parquet of the
+    hub; None downloads it once into the cache directory (MAXMARS_CACHE, default
+    ~/.cache/maxmars)."""
     num_questions: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Score this number of questions only, the first ones; None scores all (10,042)."""
+    """Number of questions to score, the first ones; None scores all (10,042)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +73,11 @@ class LMEvalArguments(CheckedConfig):
     """Options of `--backend lm-eval`."""
 
     limit: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Score this number of questions of each task only, the first ones."""
+    """Number of questions of each task to score, the first ones; None scores all."""
     num_fewshot: Annotated[NotNegative[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Solved examples before each question; None is what the task says, mostly 0."""
+    """Number of solved examples before each question; None is the number of the task, mostly 0."""
     include_path: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory of more task YAML files."""
+    """Directory with more YAML files of tasks."""
     seed: int = 1234
     """Seed of the choice of examples and of sampling; the default is lm-evaluation-harness's."""
 
@@ -96,31 +103,33 @@ class EvalArguments(CheckedConfig):
     )
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """The working directory of a run, such as runs/quickstart, one of its checkpoints, a Hugging
-    Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
+    """Model to score: the working directory of a run, such as runs/quickstart, one of its
+    checkpoints, a Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
     tasks: Annotated[str | None, tyro.conf.arg(metavar="A,B,...")] = None
-    """What to measure, of loss, hellaswag and own. None takes hellaswag, where there is validation
-    data loss, and where there are functions of your own (--own) own. With --backend lm-eval, tasks
-    of lm-evaluation-harness, its groups and patterns, YAML files, or mars_paper, the nine of the
-    MARS paper."""
+    """Scores to compute, among loss, hellaswag and own. None computes hellaswag, loss if there is
+    validation data, and own if there are functions of your own (--own). With --backend lm-eval:
+    tasks, groups and patterns of lm-evaluation-harness, YAML files, or mars_paper, the nine tasks
+    of the MARS paper."""
     backend: Literal["native", "lm-eval"] = "native"
-    """`lm-eval` runs the tasks of lm-evaluation-harness (extra `eval`)."""
+    """Program that scores; `lm-eval` is lm-evaluation-harness (extra `eval`)."""
     against: Annotated[str | None, tyro.conf.arg(metavar="TARGET")] = None
-    """Also score this one on the same data, and say whether the difference may be chance."""
+    """A second model, to score on the same data; a test says whether the difference may be
+    chance."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
-    """Write the scores here, and those of each question beside it (FILE.hellaswag.jsonl)."""
+    """File for the scores; those of each question go to FILE.hellaswag.jsonl beside it."""
     own: tuple[Source | str, ...] | None = None
-    """Functions of your own, `FILE.py:NAME`, each called as `NAME(trained)` with what
-    `maxmars.eval.load` returns; None takes those of the run (eval.own)."""
+    """Functions of your own, `FILE.py:NAME`, each called as `NAME(trained)` with the result of
+    `maxmars.eval.load`; None takes those of the run (eval.own)."""
     batch_size: Annotated[Count[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Rows scored at once, over all devices; None takes what suits the device. The scores do not
-    depend on it."""
+    """Number of rows scored at once, over all devices; None chooses by the device. The scores do
+    not depend on it."""
     hellaswag: HellaSwagArguments = field(default_factory=HellaSwagArguments)
     data: DataArguments = field(default_factory=DataArguments)
     lm_eval: LMEvalArguments = field(default_factory=LMEvalArguments)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Address of process 0, where several processes score together; goes with the next two."""
+    """Address of process 0, if several processes score together; needs --num-processes and
+    --process-id."""
     num_processes: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Number of processes."""
     process_id: Annotated[NotNegative[int] | None, tyro.conf.arg(metavar="I")] = None
@@ -137,7 +146,7 @@ def run(argv: list[str]) -> int:
     """Run `maxmars eval`."""
     arguments = parse_options(EvalArguments, argv, prog="maxmars eval")
     tasks = _check_tasks(arguments)
-    # Imported late, as --help and wrong arguments need not wait for them.
+    # Imported late, so that --help and wrong arguments answer at once.
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
@@ -161,7 +170,11 @@ def run(argv: list[str]) -> int:
 
 
 def _check_tasks(arguments: EvalArguments) -> list[str]:
-    """The names in --tasks; none if there are none. Refuses options of the other backend."""
+    """The names in --tasks; [] if there are none.
+
+    Raises:
+      UsageError: a task is unknown, or an option belongs to the other backend.
+    """
     backend = arguments.backend
     tasks = [name.strip() for name in (arguments.tasks or "").split(",") if name.strip()]
     if backend == "lm-eval":
@@ -177,11 +190,11 @@ def _check_tasks(arguments: EvalArguments) -> list[str]:
         }
     else:
         others = {"--lm-eval.*": arguments.lm_eval != LMEvalArguments()}
-        unknown = [name for name in tasks if name not in _TASKS]
+        unknown = [name for name in tasks if name not in _NATIVE_TASKS]
         if unknown or (arguments.tasks is not None and not tasks):
             what = f"there is no task {unknown[0]!r}" if unknown else "no task is named"
             raise UsageError(
-                f"--tasks {arguments.tasks!r}: {what}; the tasks are {', '.join(_TASKS)}; "
+                f"--tasks {arguments.tasks!r}: {what}; the tasks are {', '.join(_NATIVE_TASKS)}; "
                 "--backend lm-eval has those of lm-evaluation-harness."
             )
     for option, is_given in others.items():
@@ -194,7 +207,7 @@ def _check_tasks(arguments: EvalArguments) -> list[str]:
 
 
 def _check_output(output: Path) -> None:
-    """Refuse, in every process, a file that process 0 could not write after all the work."""
+    """Refuse, in every process, a file that process 0 cannot write, before all the work."""
     from maxmars.distributed import processes
 
     problem = processes.text_from_primary(lambda: why_no_output(output))
@@ -203,7 +216,8 @@ def _check_output(output: Path) -> None:
 
 
 def _token_files(options: DataArguments) -> dict[str, Any]:
-    """What --data says of the tokens of other programs."""
+    """Options of --data that describe tokens of other programs, by name; only those that are
+    given."""
     names = ("tokenizer", "vocab_size", "dtype")
     files = {name: value for name in names if (value := getattr(options, name)) is not None}
     places = [one.place for one in options.sets if isinstance(one.place, str)]
@@ -227,12 +241,13 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
         from maxmars.eval.report import score_models
         from maxmars.eval.trained_model import find_target
 
-    files, own, questions, wanted = _token_files(arguments.data), (), [], tasks or _TASKS
-    given = (arguments.target, arguments.against)
-    targets = [find_target(target) for target in given if target is not None]
+    files, own, questions, chosen = _token_files(arguments.data), (), [], tasks or _NATIVE_TASKS
+    names = (arguments.target, arguments.against)
+    targets = [find_target(name) for name in names if name is not None]
+    # Data, functions and tokenizer are those of the first model: both are scored on the same.
     first, data, sets = targets[0], None, arguments.data.sets
     evaluation = first.evaluation()
-    if not sets and "loss" in wanted:
+    if not sets and "loss" in chosen:
         data = first.data()
         sets = recorded_code(evaluation.data, first.directory, EVAL_SOURCE)
     if data is None and not sets and "loss" in tasks:
@@ -240,7 +255,7 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
             f"{first.path} does not say on which data it was trained, as a run does; name a "
             "directory of tokens (--data.path DIR), or leave the loss out (--tasks hellaswag)."
         )
-    if "own" in wanted:
+    if "own" in chosen:
         own = arguments.own
         if own is None:
             own = recorded_code(evaluation.own or (), first.directory, EVAL_SOURCE)
@@ -249,14 +264,15 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
                 f"{first.path} names no function to evaluate it by, as eval.own of a run does; "
                 "name some by --own my_eval.py:rhyme, or leave own out of --tasks."
             )
-    if "hellaswag" in wanted:
+    if "hellaswag" in chosen:
         path, count = arguments.hellaswag.path, arguments.hellaswag.num_questions
         with Progress(stderr=True) as progress, progress.waiting("reading HellaSwag"):
             questions = load_questions(path, num_questions=count)  # may download 12 MB
     path = arguments.data.path
+    # One PLACE without a name gives the metric `loss`, not `NAME/loss`.
     is_nameless = len(path) == 1 and not path[0].startswith(f"{sets[0].name}=")
 
-    def open_(model: Any) -> dict[str, Any]:
+    def open_splits(model: Any) -> dict[str, Any]:
         splits = open_validation(
             data, sets, lambda: first.tokenizer(first.config()), model, files=files
         )
@@ -265,7 +281,7 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     report = score_models(
         targets,
         mesh,
-        data=open_ if "loss" in wanted and (data is not None or sets) else None,
+        data=open_splits if "loss" in chosen and (data is not None or sets) else None,
         num_windows=arguments.data.num_windows or evaluation.num_windows,
         questions=questions,
         own=own,

@@ -1,4 +1,8 @@
-"""`maxmars export`: a model as a Hugging Face directory."""
+"""`maxmars export`: a model as a Hugging Face directory.
+
+`eval/trained_model.py` writes the weights, `train/card.py` the model card. Nothing is uploaded: the
+last line that the command prints is the `hf upload` for it.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,12 @@ from maxmars.config.checks import CheckedConfig
 
 @dataclass(frozen=True, kw_only=True)
 class ExportArguments(CheckedConfig):
-    """Write a model as a directory that transformers.GPT2LMHeadModel.from_pretrained loads, or the
-    class that the `export` of a module of your own names.
+    """Write a model as a directory for transformers.GPT2LMHeadModel.from_pretrained, or for the
+    class that the method `export` of your own module names.
 
-    Its README.md is a model card: what the run says about data, optimizer, losses, scores, devices
-    and digests. Read the card before you publish it; the last line of the command uploads the
-    directory to the Hugging Face hub.
+    README.md in the directory is a model card with data, optimizer, losses, scores, devices and
+    digests of the run. Read the card before you publish it. The last line that this command prints
+    is the command that uploads the directory to the Hugging Face hub.
 
     The weights go to model.safetensors, above 5 GB to several files; the weights of one file are
     in memory at once.
@@ -32,14 +36,15 @@ class ExportArguments(CheckedConfig):
     )
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """Working directory of a run, one checkpoint of it such as runs/quickstart/checkpoints/500, a
-    Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
+    """Model to write: the working directory of a run, one of its checkpoints, such as
+    runs/quickstart/checkpoints/500, a Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the
+    hub."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Directory to make."""
+    """New directory for the model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type of the weights in it; float32 keeps every bit."""
+    """Type of the written weights; float32 keeps every bit."""
     report: Annotated[str | None, tyro.conf.arg(metavar="FILE.json,...")] = None
-    """What `maxmars eval TARGET --output FILE.json` wrote: its scores are told in the card."""
+    """Files of `maxmars eval TARGET --output FILE.json` whose scores go into the card."""
 
 
 def run(argv: list[str]) -> int:

@@ -1,4 +1,9 @@
-"""`maxmars generate`: continue prompts with a trained model."""
+"""`maxmars generate`: continue prompts with a trained model.
+
+`eval/generate.py` yields pieces of text of all prompts as they are drawn; here they are put in the
+order of the prompts and printed at once. Ctrl-C ends a continuation at a terminal prompt, and the
+command elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +29,16 @@ if TYPE_CHECKING:  # it loads JAX, which --help and wrong arguments need not wai
     from maxmars.eval.generate import Piece
 
 _SEPARATOR = "---------------"
-_PART = Rule(lambda value: 0 < value <= 1, "must lie in (0, 1]")
+_PROBABILITY = Rule(lambda value: 0 < value <= 1, "must lie in (0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArguments(CheckedConfig):
     """Continue prompts with a trained model.
 
-    Text is printed as it comes, each prompt before its continuation. Several prompts are continued
-    together and printed in their order. When the model's context is full, generation goes on from
-    the last half of it."""
+    Text is printed as it is drawn, each prompt before its continuation. Several prompts are
+    continued together, and printed in their order. When the model's context is full, generation
+    goes on from the last half of the context."""
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         'maxmars generate runs/quickstart --prompt "def " --prompt "class "',
@@ -51,33 +56,35 @@ class GenerateArguments(CheckedConfig):
     )
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """Working directory of a run, such as runs/quickstart (its newest checkpoint is taken), one of
-    its checkpoints, a Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
+    """Model: the working directory of a run, such as runs/quickstart, for its newest checkpoint,
+    one of the checkpoints, a Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
     prompt: Annotated[
         tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")
     ] = ()
-    """Text to continue; may be given several times."""
+    """Text to continue; give the option several times for several prompts."""
     interactive: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Ask for prompts, or read them from a pipe, one a line, until Ctrl-D. Ctrl-C ends a
+    """Read prompts from the terminal or from a pipe, one a line, until Ctrl-D. Ctrl-C ends a
     continuation."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print one JSON object for each prompt, in a line, when its continuation has ended: `prompt`,
+    """Print a line of JSON for each prompt when its continuation has ended: `prompt`,
     `continuation`, `num_tokens`, and `end`, which is "end_of_text", "length" or "interrupted"."""
     max_new_tokens: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 200
-    """Most tokens to add to a prompt; it ends earlier at an end of text."""
+    """Largest number of tokens in a continuation, which ends earlier at an end of text."""
     temperature: NotNegative[float] = 0.8
-    """Below 1 takes likely tokens more often, 0 always the likeliest."""
+    """Sampling temperature; below 1 likely tokens are drawn more often, at 0 always the
+    likeliest."""
     top_k: Positive[int] | None = 40
-    """Sample among this many likeliest tokens only; None takes them all."""
-    top_p: Annotated[float, _PART] | None = None
-    """Sample among the likeliest tokens that together have this probability; None takes all."""
+    """Number of likeliest tokens to sample from; None samples from all."""
+    top_p: Annotated[float, _PROBABILITY] | None = None
+    """Sample from the likeliest tokens that together have this probability; None samples from
+    all."""
     seed: int = 0
-    """Seed of the sampling. A continuation does not depend on the other prompts; a prompt that is
-    given twice gets two samples."""
+    """Seed of the sampling. A continuation does not depend on the other prompts; a prompt given
+    twice gets two samples."""
     batch_size: Annotated[Count[int], tyro.conf.arg(metavar="N")] = 16
     """Number of prompts continued at once."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    """Devices: `tensor` and `fsdp` split a model that is too large for one."""
+    """Devices: `tensor` and `fsdp` split a model that is too large for one device."""
 
 
 def run(argv: list[str]) -> int:
@@ -91,13 +98,13 @@ def run(argv: list[str]) -> int:
     with Progress(stderr=True) as progress:
         stream = _load(arguments, progress)
         if arguments.interactive:
-            while (prompt := _ask()) is not None:
-                _show(prompt, stream([prompt]), as_json=as_json, is_interactive=True)
+            while (prompt := _read_prompt()) is not None:
+                _print_continuation(prompt, stream([prompt]), as_json=as_json, is_interactive=True)
             return 0
         for index, pieces in itertools.groupby(_in_order(stream(prompts)), lambda p: p.index):
             if index and not as_json:
                 print(_SEPARATOR)
-            _show(prompts[index], pieces, as_json=as_json, is_interactive=False)
+            _print_continuation(prompts[index], pieces, as_json=as_json, is_interactive=False)
     if not as_json:
         mesh = [
             f"--mesh.{axis.name}={size}"
@@ -109,15 +116,15 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _check_is_text(prompt: str, where: str) -> None:
+def _check_is_text(prompt: str, origin: str) -> None:
     if any("\ud800" <= character <= "\udfff" for character in prompt):
-        raise UsageError(f"{where} {prompt!a} is not UTF-8 text.")
+        raise UsageError(f"{origin} {prompt!a} is not UTF-8 text.")
 
 
 def _load(
     arguments: GenerateArguments, progress: Progress
 ) -> Callable[[list[str]], Iterator[Piece]]:
-    """Load the model; returns what gives the text of all prompts as it comes."""
+    """Load the model; returns a function from prompts to pieces of their continuations."""
     with loading_jax(stderr=True):
         from maxmars.distributed import sharding
         from maxmars.eval import load
@@ -125,7 +132,7 @@ def _load(
         from maxmars.eval.trained_model import find_target
         from maxmars.train import compile_cache
 
-    # A model on the hub is fetched, which has its line.
+    # Outside the block below, as a download from the hub shows its own progress.
     target = find_target(arguments.target)
     with progress.waiting(f"loading {arguments.target}"):
         mesh = sharding.make_mesh(arguments.mesh)
@@ -156,47 +163,50 @@ def _load(
 
 
 def _in_order(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """The pieces of the first prompt as they come, then those of the second, and so on."""
-    held: dict[int, list[Piece]] = {}
+    """Pieces sorted by prompt: each piece of the first prompt at once, then the second's, ..."""
+    waiting: dict[int, list[Piece]] = {}
     current = 0
     for piece in pieces:
-        held.setdefault(piece.index, []).append(piece)
-        while ready := held.pop(current, None):
+        waiting.setdefault(piece.index, []).append(piece)
+        while ready := waiting.pop(current, None):
             yield from ready
             if ready[-1].end is None:
                 break
             current += 1
 
 
-def _show(prompt: str, pieces: Iterable[Piece], *, as_json: bool, is_interactive: bool) -> None:
-    """Print a prompt and its continuation as it comes or, when it has ended, a line of JSON.
+def _print_continuation(
+    prompt: str, pieces: Iterable[Piece], *, as_json: bool, is_interactive: bool
+) -> None:
+    """Print a prompt and the pieces of its continuation, or a line of JSON after the last piece.
 
-    Ctrl-C ends the continuation where somebody asks for prompts, else the command.
+    Ctrl-C ends the continuation if the prompt was typed at a terminal, else the command.
     """
-    came: list[Piece] = []
+    received: list[Piece] = []
     try:
         for piece in pieces:
             if not as_json:
-                print(piece.text if came else prompt + piece.text, end="", flush=True)
-            came.append(piece)
+                print(piece.text if received else prompt + piece.text, end="", flush=True)
+            received.append(piece)
     except KeyboardInterrupt:
         if not (is_interactive and sys.stdin.isatty()):
             raise
     fields = {
         "prompt": prompt,
-        "continuation": "".join(piece.text for piece in came),
-        "num_tokens": sum(len(piece.tokens) for piece in came),
-        "end": (came[-1].end if came else None) or "interrupted",
+        "continuation": "".join(piece.text for piece in received),
+        "num_tokens": sum(len(piece.tokens) for piece in received),
+        "end": (received[-1].end if received else None) or "interrupted",
     }
     print(json.dumps(fields, ensure_ascii=False) if as_json else "", flush=True)
     if is_interactive and not as_json:
         print(file=sys.stderr)
 
 
-def _ask() -> str | None:
-    """The next prompt on standard input; None at its end."""
+def _read_prompt() -> str | None:
+    """Read the next prompt from standard input; None at its end."""
     is_terminal = sys.stdin is not None and sys.stdin.isatty()
     try:
+        # `input` may only be used where it prints to a terminal; else "> " would be in the output.
         if is_terminal and sys.stdout.isatty():
             import readline  # noqa: F401  (gives input() editing and a history)
 

@@ -1,7 +1,8 @@
-"""What `--help` prints: what a command does, examples, and the options to know first.
+"""The text of `--help`: the purpose of a command, examples, and the options to know first.
 
-A command's dataclass says it: its docstring (lines that are indented stay as they are), `EXAMPLES`,
-`FIRST` with the options that a newcomer needs, and the fields' own texts. tyro draws the options.
+All of it stands in the command's dataclass: its docstring (indented lines are not wrapped),
+`EXAMPLES`, `FIRST` with the options that a newcomer needs, and the docstrings of fields. tyro draws
+the options; to draw some of them, it gets a dataclass made of these fields alone.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ HELP = ("-h", "--help", "--help-all")
 
 
 def print_help(arguments: Any, argv: Sequence[str], *, prog: str, about: str) -> None:
-    """Print the help of a command: the options in `FIRST`, or with `--help-all` all, or a group.
+    """Print the help of a command: the options in `FIRST`, all with `--help-all`, or a group.
 
     Args:
-      arguments: its dataclass, or an instance that holds the defaults.
-      argv: the words of a command line with `--help`, which the name of a group may follow.
+      arguments: the dataclass of the command, or an instance with the defaults.
+      argv: a command line with `--help`, after which the name of a group may stand.
       prog: the command's name, with its CONFIG if it takes one.
-      about: shown below the docstring.
+      about: text below the docstring.
 
     Raises:
       UsageError: there is no such group.
@@ -44,14 +45,14 @@ def print_help(arguments: Any, argv: Sequence[str], *, prog: str, about: str) ->
         if group not in groups:
             known = ", ".join(groups) or "none"
             raise UsageError(f"`{prog} --help {group}`: the groups of options are {known}.")
-        _print_options(_only(arguments, [group]), prog)
+        _print_options(_options_class(arguments, [group]), prog)
         return
-    what = inspect.cleandoc(arguments.__doc__ or "")
+    description = inspect.cleandoc(arguments.__doc__ or "")
     examples = "\n".join(f"  {example}" for example in getattr(arguments, "EXAMPLES", ()))
-    for text in filter(None, (what, examples, about)):
+    for text in filter(None, (description, examples, about)):
         print(_wrapped(text), end="\n\n")
     first = () if "--help-all" in argv else getattr(arguments, "FIRST", ())
-    _print_options(_only(arguments, first) if first else arguments, prog)
+    _print_options(_options_class(arguments, first) if first else arguments, prog)
     if first:
         others = f", `{prog} --help GROUP` those of {', '.join(groups)}" if groups else ""
         print(_wrapped(f"\n`{prog} --help-all` explains every option{others}."))
@@ -59,15 +60,18 @@ def print_help(arguments: Any, argv: Sequence[str], *, prog: str, about: str) ->
 
 def has_option(arguments: Any, name: str) -> bool:
     """Whether a dataclass, or an instance, has an option such as `optimizer.learning-rate`."""
-    found = _find(arguments, name)
-    return found is not None and not dataclasses.is_dataclass(defaults_of(found[0])[found[1]])
+    if (field := _find_field(arguments, name)) is None:
+        return False
+    holder, leaf = field
+    return not dataclasses.is_dataclass(defaults_of(holder)[leaf])
 
 
-def _find(arguments: Any, name: str) -> tuple[Any, str] | None:
-    """The dataclass or instance that has the field of an option or a group of options, and the
-    field's name; None if there is none."""
+def _find_field(arguments: Any, name: str) -> tuple[Any, str] | None:
+    """The dataclass or instance with the field of an option or of a group of options, and the name
+    of the field; None if there is none."""
     *groups, leaf = name.replace("-", "_").split(".")
     holder, fields = arguments, defaults_of(arguments)
+    # Options of the config have no prefix: --num-steps is the field config.num_steps.
     if (groups or [leaf])[0] not in fields and dataclasses.is_dataclass(fields.get("config")):
         holder = fields["config"]
     for group in groups:
@@ -78,7 +82,7 @@ def _find(arguments: Any, name: str) -> tuple[Any, str] | None:
 
 
 def _groups_of(arguments: Any) -> dict[str, Any]:
-    """The fields of a dataclass or instance whose options are a group, by name."""
+    """Groups of options by name: the fields that are dataclasses."""
     groups: dict[str, Any] = {}
     for name, value in defaults_of(arguments).items():
         if dataclasses.is_dataclass(value):
@@ -86,8 +90,8 @@ def _groups_of(arguments: Any) -> dict[str, Any]:
     return groups
 
 
-def _only(arguments: Any, names: Sequence[str]) -> type:
-    """A dataclass of a command's positional arguments, and of these of its options or groups."""
+def _options_class(arguments: Any, names: Sequence[str]) -> type:
+    """A dataclass with a command's positional arguments, and its options or groups in `names`."""
     positional = [
         n
         for n, hint in _hints(arguments).items()
@@ -95,38 +99,38 @@ def _only(arguments: Any, names: Sequence[str]) -> type:
     ]
     fields: list[Any] = []
     for name in [*positional, *names]:
-        if (found := _find(arguments, name)) is None:
+        if (field := _find_field(arguments, name)) is None:
             continue
-        holder, leaf = found
-        text = text_of(_class(holder), leaf)
+        holder, leaf = field
+        text = text_of(_class_of(holder), leaf)
         marks = [tyro.conf.arg(name=name.replace("_", "-"), help=text)]
-        marks += [FlagConversionOff] if holder is not arguments else []  # it is of the config
+        marks += [FlagConversionOff] if holder is not arguments else []  # a field of the config
         kind: Any = _hints(holder)[leaf]
         option = f"option_{len(fields)}", Annotated[kind, *marks], defaults_of(holder)[leaf]
         fields.append(option)
     return dataclasses.make_dataclass("Options", fields, kw_only=True)
 
 
-def _class(arguments: Any) -> type:
+def _class_of(arguments: Any) -> type:
     return arguments if isinstance(arguments, type) else type(arguments)
 
 
 def _hints(arguments: Any) -> dict[str, Any]:
-    return typing.get_type_hints(_class(arguments), include_extras=True)
+    return typing.get_type_hints(_class_of(arguments), include_extras=True)
 
 
 def _print_options(arguments: Any, prog: str) -> None:
     """Print the usage of a command and its options, as tyro draws them."""
-    with contextlib.suppress(SystemExit):  # 0
+    with contextlib.suppress(SystemExit):  # tyro exits with 0
         default = tyro.MISSING_NONPROP if isinstance(arguments, type) else arguments
-        call_tyro(_class(arguments), args=["--help"], prog=prog, default=default)
+        call_tyro(_class_of(arguments), args=["--help"], prog=prog, default=default)
 
 
 def _wrapped(text: str) -> str:
-    """Paragraphs, wrapped at words to the terminal's width; lines that are indented stay."""
+    """Wrap paragraphs to the width of the terminal; indented lines stay apart."""
     width = max(min(shutil.get_terminal_size().columns, 100), 60)
     lines: list[str] = []
     for stays, block in itertools.groupby(text.splitlines(), lambda line: line[:1] in ("", " ")):
-        whole = list(block) if stays else [" ".join(block)]  # noqa: B031
-        lines += [textwrap.fill(line, width, subsequent_indent=" " * 6 * stays) for line in whole]
+        parts = list(block) if stays else [" ".join(block)]  # noqa: B031
+        lines += [textwrap.fill(line, width, subsequent_indent=" " * 6 * stays) for line in parts]
     return "\n".join(lines)

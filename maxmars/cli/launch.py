@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxmars.cli.help import HELP, has_option
-from maxmars.cli.parse import choice_meant, foreign_meant, parse_arguments, parse_options
+from maxmars.cli.parse import parse_arguments, parse_options, suggest_choice, translate_option
 from maxmars.cli.train import TrainArguments
 from maxmars.config import TrainConfig
 from maxmars.config.checks import UsageError
@@ -115,12 +115,12 @@ def run(argv: list[str]) -> int:
 def _of_train(prog: str, options: RunOptions, word: str, value: str | None) -> str | None:
     """The line for an option of `maxmars train`, or a choice of CONFIG, that stands before --."""
     train = TrainArguments(config=load_config(options.config))
-    ours, _ = foreign_meant(train, word) or (word.lstrip("-"), "")
+    ours, _ = translate_option(train, word) or (word.lstrip("-"), "")
     field = ours.replace("-", "_")
     if has_option(train, ours) and field not in _TOLD_BY_MACHINES:
         given = f"--{ours}" if isinstance(getattr(train, field, None), bool) else f"--{ours} VALUE"
         return f"`maxmars train` has --{ours}, which goes after --: `... -- {given}`."
-    return choice_meant(prog, options.config, word, value)
+    return suggest_choice(prog, options.config, word, value)
 
 
 def _with_values(words: list[str]) -> list[str]:

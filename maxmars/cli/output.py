@@ -1,5 +1,8 @@
-"""What a command writes: standard output and error, whose reader may go away, or whose disk may be
-full, and the file of `--output`."""
+"""Output of a command: the standard streams, and the check of the file of `--output`.
+
+The reader of a pipe may go away, and the disk of a redirected stream may be full. Most commands
+then end. A run of days does not: `train` goes on without the stream, as its metrics are in files.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,10 @@ from typing import Any
 
 
 class _Stream:
-    """A text stream of the process, in which a write that fails is the last one.
+    """A standard stream that is replaced by /dev/null after the first failed write.
 
-    What is still buffered, and what libraries and child processes print, then goes to /dev/null.
+    The replacement is of the file descriptor, so that buffered text, libraries and child processes
+    write to /dev/null, too.
     """
 
     def __init__(self, stream: Any, name: str, *, keep_going: bool) -> None:
@@ -45,7 +49,7 @@ class _Stream:
             os.dup2(nowhere.fileno(), self._stream.fileno())
         is_pipe = isinstance(error, BrokenPipeError)
         self._error = SystemExit(141) if is_pipe else OSError(*error.args[:2], self._name)
-        # Who closes a pipe knows it.
+        # Whoever closed a pipe knows it.
         if self._keep_going and self._name == "standard output" and not is_pipe:
             print(
                 f"maxmars: warning: {self._name}: {error.strerror}; nothing more is printed there, "
@@ -56,14 +60,14 @@ class _Stream:
 
 @contextlib.contextmanager
 def standard_streams(*, keep_going: bool) -> Generator[None]:
-    """Within the block, `sys.stdout` and `sys.stderr` that may fail.
+    """Handle failures of `sys.stdout` and `sys.stderr` within the block.
 
-    A standard stream that was closed at the start (`>&-`) is /dev/null, so that no file of the
-    command gets its number. Failures of standard error are never told.
+    A standard stream that is closed at the start (`>&-`) becomes /dev/null, as a file of the
+    command would else get its descriptor. Failures of standard error are ignored.
 
     Args:
-      keep_going: go on where standard output fails. Else this is exit code 141 where its reader has
-        gone, and an OSError for another reason, such as a full disk.
+      keep_going: whether to go on without standard output when it fails. Else the command ends,
+        with exit code 141 if the reader has gone, or an OSError, such as for a full disk.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):  # each opens the lowest number
         if getattr(sys, name) is None:
@@ -76,8 +80,9 @@ def standard_streams(*, keep_going: bool) -> Generator[None]:
 
 
 def why_no_output(output: Path) -> str | None:
-    """Why the file of `--output` could not be written after all the work; None if it can."""
-    # Not above: a maxmars that was installed for its optimizers alone has none of this.
+    """The reason why the file of `--output` cannot be written, to know it before all the work; None
+    if it can."""
+    # Imported here: an installation for maxmars.optim alone lacks what these modules import.
     from maxmars.config.errors import in_words
     from maxmars.distributed.files import check_writable, resolve
 

@@ -1,8 +1,10 @@
-"""The command lines of commands, which tyro parses and refuses.
+"""The command line of a command, parsed by tyro into a dataclass.
 
-A command is a dataclass; those that take a CONFIG inherit `ConfigArguments`, so that every field of
-the config is an option too. tyro draws a box around what is wrong and ends with exit code 2. Here
-are only the options that it cannot know: those of other programs, and the choices of a CONFIG.
+A command that takes a CONFIG inherits `ConfigArguments`, so that every field of the config is an
+option too. tyro refuses an invalid line: it draws a box around the error and ends with exit code 2.
+Added here are hints that tyro cannot give: for options of other programs (`FOREIGN_OPTIONS`), and
+for choices of a CONFIG that were typed as options. Errors show no value of an unknown option, as it
+may be a secret.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from maxmars.config.load import choices_of, find_config, load_config, named_conf
 from maxmars.config.optimizer import OptaxConfig
 from maxmars.config.train import TrainConfig
 
-FOREIGN = (
+FOREIGN_OPTIONS = (
     ("lr", "optimizer.learning-rate", ""),
     ("max-lr", "optimizer.learning-rate", ""),
     ("wd", "optimizer.weight-decay", ""),
@@ -43,17 +45,17 @@ FOREIGN = (
     ("gpus", "gpus-per-node", ""),
     ("gpus", "mesh.fsdp", " to split the model; every GPU that JAX sees takes part"),
 )
-"""Options of other programs, ours in their place, and what else there is to say."""
+"""Options of other programs, the option of maxmars instead, and a note for the message."""
 Hint = Callable[[Any, str, str | None], str | None]
-"""What a word means that no option is, such as `--optimizer`, and the word after it: one line, or
-None. The first argument has the options that were parsed."""
+"""A function (parsed options, unknown word, word after it) -> a line that says what the user may
+have meant, or None."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigArguments(CheckedConfig):
-    """The arguments of a command that takes a CONFIG. Subclasses add the command's own options."""
+    """Arguments of a command that takes a CONFIG. Subclasses add the command's own options."""
 
-    # True or False follows a field of the config; options of the command itself are switches.
+    # A field of the config takes True or False; options of the command itself are switches.
     config: Annotated[TrainConfig, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff]
     """The config that CONFIG names, with the overrides of the command line."""
 
@@ -76,8 +78,8 @@ def parse_arguments(
       arguments: the command's dataclass; every field that it adds has a default.
       argv: the command line after the command's name: CONFIG, then options.
       prog: the command's name in help and errors.
-      example: the CONFIG whose fields `--help` shows where none is given.
-      choices: of CONFIG, beside those that it names.
+      example: the CONFIG whose fields `--help` shows where the line has none.
+      choices: choices of CONFIG, besides those in the line.
 
     Raises:
       UsageError: there is no CONFIG; see also `load_config` and `parse_options`.
@@ -86,7 +88,7 @@ def parse_arguments(
     spec, options = split_config(argv, prog)
     config = load_config(example if spec is None else spec, choices)
     if isinstance(config.optimizer, OptaxConfig) and (make := parse_first(_Make, argv)[0].make):
-        try:  # whose defaults are then the options
+        try:  # the options are then those of this function
             config = load_config(example if spec is None else spec, choices, make)
         except ValueError as error:
             raise UsageError(f"--optimizer.make {make}: {error}") from error
@@ -95,13 +97,14 @@ def parse_arguments(
         options,
         prog=f"{prog} {'CONFIG' if spec is None else shlex.quote(spec)}",
         default=arguments(config=config),
-        about=_about_config(spec, example),
-        hint=lambda _, word, value: None if spec is None else choice_meant(prog, spec, word, value),
+        about=_describe_choices(spec, example),
+        hint=lambda _, *words: None if spec is None else suggest_choice(prog, spec, *words),
     )
 
 
 def split_config(argv: Sequence[str], prog: str) -> tuple[str | None, Sequence[str]]:
-    """CONFIG, which is the first word, and the options; None for CONFIG in a call for help."""
+    """Split a command line into CONFIG, its first word, and the options. CONFIG is None in a call
+    for help."""
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
     if not asks_for_help(argv):
@@ -114,42 +117,42 @@ def split_config(argv: Sequence[str], prog: str) -> tuple[str | None, Sequence[s
 
 @dataclass(frozen=True)
 class _Make:
-    """The option that says which other options there are."""
+    """The option that decides which other options there are."""
 
     make: Annotated[str | None, tyro.conf.arg(name="optimizer.make")] = None
 
 
-def parse_first(kind: type[Options], argv: Sequence[str]) -> tuple[Options, list[str]]:
-    """Parse some options before all others; returns also the words that are none of them."""
-    return tyro.cli(kind, args=argv, return_unknown_args=True, add_help=False)
+def parse_first(options_class: type[Options], argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Parse some options before all others; returns them and the other words."""
+    return tyro.cli(options_class, args=argv, return_unknown_args=True, add_help=False)
 
 
-def choice_meant(prog: str, spec: str, word: str, value: str | None) -> str | None:
-    """The line that names the choice of a CONFIG that a word means which is no option."""
-    # What users write who take a choice of gpt2.py for an option, or forget the name:
+def suggest_choice(prog: str, spec: str, word: str, value: str | None) -> str | None:
+    """A line with the choice of CONFIG that an unknown word means; None if it means none."""
+    # Users may type a choice of gpt2.py as an option, or forget its name:
     #
     #   gpt2 --optimizer mars          gpt2 --optimizer.name mars
     #   gpt2 optimizer=mars            gpt2 mars               all mean gpt2:optimizer=mars
     choices, (_, text) = choices_of(spec), find_config(spec)
-    name, _, given = word.lstrip("-").partition("=")
+    name, _, assigned = word.lstrip("-").partition("=")
     name, _, field = name.partition(".")
     if not word.startswith("-"):
-        value = given or word
-        name = name if given else next((n for n, words in choices.items() if word in words), "")
+        value = assigned or word
+        name = name if assigned else next((n for n, words in choices.items() if word in words), "")
     if value and name in choices and (value in choices[name] or not (field or choices[name])):
         # Of gpt2:size=small,optimizer=adamw the other choices stay: gpt2:size=small,optimizer=mars.
         others = [item for item in text.split(",") if item and not item.startswith(f"{name}=")]
         config = f"{spec.removesuffix(text).rstrip(':')}:{','.join([*others, f'{name}={value}'])}"
         return f"{name} is a choice of the config: `{prog} {shlex.quote(config)}`."
-    others = [other for other in named_configs() if value in choices_of(other).get(name, ())]
-    if others and word.startswith("-"):
-        shown = " or ".join(f"`{prog} {other}:{name}={value}`" for other in others)
-        return f"{name} is a choice of other configs: {shown}."
+    configs = [other for other in named_configs() if value in choices_of(other).get(name, ())]
+    if configs and word.startswith("-"):
+        commands = " or ".join(f"`{prog} {config}:{name}={value}`" for config in configs)
+        return f"{name} is a choice of other configs: {commands}."
     return None
 
 
-def _about_config(spec: str | None, example: str) -> str:
-    """What `--help` says of a CONFIG, or of all that have a name."""
+def _describe_choices(spec: str | None, example: str) -> str:
+    """The text of `--help` on the choices of a CONFIG, or of all that have a name."""
     choices = [
         f"  {name.partition(':')[0]}:{choice}={', '.join(words) or 'TEXT'}"
         for name in (named_configs() if spec is None else [spec])
@@ -180,54 +183,55 @@ def parse_options(
       arguments: the dataclass.
       argv: the command line after the command's name.
       prog: the command's name in help and errors.
-      default: the values of options that are not given; None takes the dataclass's own.
-      about: what `--help` shows above the options.
-      hint: what a word means that is no option.
-      recorded: whether values are kept in records and files, which take no credentials.
+      default: values of the options that argv lacks; None takes the dataclass's defaults.
+      about: text of `--help` above the options.
+      hint: see `Hint`.
+      recorded: whether values go to records and files, so that credentials are refused.
 
     Raises:
       UsageError: a value is a credential, or a word is an option of another program.
-      SystemExit: 0 after `--help`; 2 after tyro's message: there is no such option, one that is
-        needed is missing, or a value is missing, of another type, or refused by the dataclass.
+      SystemExit: 0 after `--help`; 2 after tyro's message: an option is unknown, or a required one
+        is missing, or a value is missing, of another type, or refused by the dataclass.
     """
-    whole = arguments if default is None else default
+    command = arguments if default is None else default
     if asks_for_help(argv):
-        print_help(whole, argv, prog=prog, about=about)
+        print_help(command, argv, prog=prog, about=about)
         sys.exit(0)
     if recorded:
         _refuse_credentials(argv, prog)
     for word in (word.partition("=")[0] for word in argv if word.startswith("--")):
-        if not has_option(whole, word[2:]) and (foreign := foreign_meant(whole, word)):
+        if not has_option(command, word[2:]) and (foreign := translate_option(command, word)):
             ours, note = foreign
             raise UsageError(f"`{prog}` does not take {word}: it is --{ours} here{note}.")
-    call = functools.partial(call_tyro, arguments, prog=prog)
-    given = tyro.MISSING_NONPROP if default is None else default
-    # Where an argument is missing, tyro prints the values of unknown options too.
-    hidden = _unknown_words(whole, argv) if default is None else []
+    values = tyro.MISSING_NONPROP if default is None else default
+    call = functools.partial(call_tyro, arguments, prog=prog, default=values)
+    # Where an argument is missing, tyro prints the values of unknown options, too. So its message
+    # is discarded, and printed again for a line without these values.
+    hidden = _words_of_unknown_options(command, argv) if default is None else []
     try:
         with contextlib.redirect_stderr(io.StringIO()) if hidden else contextlib.nullcontext():
-            parsed, unknown = call(args=argv, default=given, return_unknown_args=True)
-    except ValueError as error:  # of the config itself, as tyro draws those of its groups alone
+            parsed, unknown = call(args=argv, return_unknown_args=True)
+    except ValueError as error:  # of the config itself; tyro draws those of its groups
         raise UsageError(in_words(error)) from error
     except SystemExit:
         if hidden:
-            call(args=_without_values(argv, hidden), default=given)
+            call(args=_without_values(argv, hidden))
         raise
     if not unknown:
         return parsed
-    word, value = _option_in(unknown)
+    word, value = _first_option(unknown)
     line = hint(parsed, word, value)
     if line is not None:
         raise UsageError(f"`{prog}` does not take {word}: {line}")
-    return call(args=_without_values(argv, unknown), default=given)  # tyro refuses it
+    return call(args=_without_values(argv, unknown))  # tyro refuses the line
 
 
-def _unknown_words(arguments: Any, argv: Sequence[str]) -> list[str]:
-    """The options that no field of a command has, each with the words up to the next option."""
+def _words_of_unknown_options(arguments: Any, argv: Sequence[str]) -> list[str]:
+    """Options that a command does not have, each with the words up to the next option."""
     words: list[str] = []
     is_unknown = False
     for word in argv:
-        if re.match(r"--?[^\W\d]", word):  # not of a number
+        if re.match(r"--?[^\W\d]", word):  # an option, and not a negative number
             name = word.lstrip("-").partition("=")[0]
             is_unknown = not any(has_option(arguments, n) for n in (name, name.removeprefix("no-")))
         if is_unknown:
@@ -235,8 +239,9 @@ def _unknown_words(arguments: Any, argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _option_in(unknown: Sequence[str]) -> tuple[str, str | None]:
-    """The first option among words that a command does not know, with its value, or the first."""
+def _first_option(unknown: Sequence[str]) -> tuple[str, str | None]:
+    """The first option in a list of unknown words, with its value; without an option, the first
+    word."""
     for index, word in enumerate(unknown):
         if word.startswith("-"):
             flag, equals, value = word.partition("=")
@@ -245,7 +250,7 @@ def _option_in(unknown: Sequence[str]) -> tuple[str, str | None]:
 
 
 def _without_values(argv: Sequence[str], unknown: Sequence[str]) -> list[str]:
-    """A command line without the values of unknown options, which may be secrets."""
+    """A command line without the values of its unknown options, which may be secrets."""
     words: list[str] = []
     is_unknown = False
     for word in argv:
@@ -257,17 +262,19 @@ def _without_values(argv: Sequence[str], unknown: Sequence[str]) -> list[str]:
     return words
 
 
-def foreign_meant(arguments: Any, word: str) -> tuple[str, str] | None:
-    """The option of a command which is called so in other programs, and what else to say of it."""
-    name = re.sub("[-_]", "", word)  # also of --batchsize and --batch_size
-    for theirs, ours, note in FOREIGN:
+def translate_option(arguments: Any, word: str) -> tuple[str, str] | None:
+    """The option of a command that means an option of another program, with a note for the message;
+    None if there is none."""
+    name = re.sub("[-_]", "", word)  # --batchsize and --batch_size are --batch-size
+    for theirs, ours, note in FOREIGN_OPTIONS:
         if theirs.replace("-", "") == name and has_option(arguments, ours):
             return ours, note
     return None
 
 
 def _refuse_credentials(argv: Sequence[str], prog: str) -> None:
-    """Refuse them before anything reads, and in an error prints, the words of a command line."""
+    """Refuse credentials in a command line, before anything else reads its words or prints them in
+    an error."""
     argument = name = f"an argument of `{prog}`"
     for word in argv:
         value = word

@@ -1,4 +1,9 @@
-"""`maxmars plan`: what a run needs on chips that need not be there."""
+"""`maxmars plan`: memory, traffic and time of a run on chips that this machine need not have.
+
+`maxmars.plan` compiles the step ahead of time for a topology. JAX must not start this machine's own
+accelerators, and fake CPU devices must exist before JAX starts, so the environment is set here,
+before the first import of JAX. The last line is the `maxmars train` command for what was planned.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +30,11 @@ _FAKE = "--xla_force_host_platform_device_count"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanArguments(ConfigArguments):
-    """Print what a run needs on chips that need not be there: memory, traffic and time.
+    """Print memory, traffic and time of a run on chips that this machine need not have.
 
-    Compiles the train step and the evaluation step, and says what each chip holds in memory, what
-    it sends over which network, and how long a step takes at best. No chip of this machine is used,
-    and several plans may run at once.
+    Compiles the train step and the evaluation step, and shows the memory of each chip, the bytes
+    that it sends over each network, and the shortest time of a step. No chip of this machine is
+    used, and several plans may run at once.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -50,28 +55,30 @@ class PlanArguments(ConfigArguments):
     )
 
     topology: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """The chips: a TPU slice such as v5e:4x4, GPUs such as h100:8, or cpu:8. TPU slices (v4:2x2x4,
-    v5e:4x4, v5p:4x4x8, v6e:8x8) need the extra `tpu`, GPUs, eight to a host (h100:8, h200:16), the
-    extra `cuda`; cpu:8 is eight fake CPU devices, whose compiler keeps more in float32."""
+    """Chips of the run (required): a TPU slice such as v5e:4x4, GPUs such as h100:8, or cpu:8. TPU
+    slices (v4:2x2x4, v5e:4x4, v5p:4x4x8, v6e:8x8) need the extra `tpu`; GPUs, eight in a host
+    (h100:8, h200:16), need the extra `cuda`; cpu:8 is eight fake CPU devices, whose compiler keeps
+    more arrays in float32."""
     num_slices: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 1
-    """TPU slices of that shape, joined by the data center's network, which only `data` crosses."""
+    """Number of TPU slices of this shape, joined by the data center's network, which only `data`
+    crosses."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the plan to this JSON file."""
+    """JSON file for the plan."""
     hlo: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Also write the text of the compiled train step to this file; compressed if it ends in .gz."""
+    """File for the HLO text of the compiled train step; gzipped if the name ends in .gz."""
     price: Annotated[NotNegative[float] | None, tyro.conf.arg(metavar="MONEY")] = None
-    """Price of one chip for an hour, in any currency; gives the cost of the run."""
+    """Price of one chip for an hour, in any currency; the plan then has the cost of the run."""
     max_memory: Annotated[
         float | Literal["chip"] | None,
         Rule(lambda size: size == "chip" or size > 0, "must be a positive number of GB, or chip"),
         tyro.conf.arg(metavar="GB|chip"),
     ] = None
-    """Memory of a chip that the step may take, by which unset --num-microbatches and
-    --model.remat=auto are chosen; unset, it is `chip`: what JAX gives to programs, a TPU's whole
-    memory, three quarters of a GPU's."""
+    """Memory of a chip for the step, in GB; --num-microbatches None and --model.remat auto are
+    chosen by it. None and `chip` are the memory that JAX gives to programs: a TPU's whole memory,
+    three quarters of a GPU's."""
     remat: Literal["all"] | None = None
-    """With `all`, compile the step under every policy of rematerialisation, and print one row for
-    each; on a TPU each takes a minute or two. For one policy there is --model.remat."""
+    """`all` compiles the step under every policy of rematerialisation, and prints a row for each,
+    for a TPU in a minute or two. One policy is chosen by --model.remat."""
 
 
 def run(argv: list[str]) -> int:
@@ -86,7 +93,8 @@ def run(argv: list[str]) -> int:
     if arguments.output is not None and (problem := why_no_output(arguments.output)):
         raise UsageError(problem)
     _choose_devices(arguments.topology)
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # of what does not fit compilers log pages
+    # Compilers log pages about a program that does not fit in memory.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
     from maxmars.distributed.files import write_json
     from maxmars.distributed.progress import Progress
@@ -98,9 +106,9 @@ def run(argv: list[str]) -> int:
         topology = get_topology(arguments.topology, arguments.num_slices)
         limit = _max_bytes(arguments.max_memory, topology.memory_bytes)
         plan = _plan_policies if arguments.remat == "all" else _plan
-        written, overrides = plan(arguments, topology, limit)
+        report, overrides = plan(arguments, topology, limit)
     if arguments.output is not None:
-        write_json(arguments.output, written | {"overrides": overrides})
+        write_json(arguments.output, report | {"overrides": overrides})
     path = getattr(arguments.config.data, "path", None)
     if path is not None and "://" not in path and not Path(path).exists():
         print(f"The tokens, {path}, are not on this machine; --data.path names others.")
@@ -114,7 +122,8 @@ def run(argv: list[str]) -> int:
 def _plan(
     arguments: PlanArguments, topology: Topology, limit: int | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Print the plan of a run; returns it as JSON, and the words that `train` needs besides."""
+    """Print the plan of a run; returns the plan as JSON values, and the options that `train` needs
+    in addition."""
     from maxmars.plan import make_plan
     from maxmars.plan.plan import print_plan
 
@@ -126,7 +135,7 @@ def _plan(
         with opened(arguments.hlo, "wt", encoding="utf-8") as file:
             file.write(plan.train_step.executable.as_text() or "")
     words = {}
-    if arguments.max_memory is not None:  # by which the chips themselves would not choose
+    if arguments.max_memory is not None:  # `train` knows no --max-memory, so it gets the choices
         if config.num_microbatches is None:
             words["--num-microbatches"] = str(plan.config.microbatches)
         if config.model.remat == "auto":
@@ -138,8 +147,8 @@ def _plan(
 def _plan_policies(
     arguments: PlanArguments, topology: Topology, limit: int | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Print a row for each policy of rematerialisation; returns them as JSON, and the words that
-    `train` needs to take the fastest."""
+    """Print a row for each policy of rematerialisation; returns the rows as JSON values, and the
+    options with which `train` takes the fastest policy."""
     from maxmars.plan.policies import HEADER, best_policy, plan_policies
 
     print(HEADER, flush=True)
@@ -157,17 +166,17 @@ def _plan_policies(
 
 
 def _train_command(words: list[str], overrides: list[str]) -> str:
-    """The command that trains what was planned: without the options of `plan` alone."""
-    own = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(PlanArguments)}
-    own.update(overrides[::2])
-    kept, rest = [], iter(words)
+    """The command that trains what was planned: without the options that only `plan` has."""
+    removed = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(PlanArguments)}
+    removed.update(overrides[::2])
+    train_words, rest = [], iter(words)
     for word in rest:
         flag, equals, _ = word.partition("=")
-        if flag.replace("_", "-") not in own:
-            kept.append(word)
+        if flag.replace("_", "-") not in removed:
+            train_words.append(word)
         elif not equals:
             next(rest)
-    return shlex.join(["maxmars", "train", *kept, *overrides])
+    return shlex.join(["maxmars", "train", *train_words, *overrides])
 
 
 def _choose_devices(topology: str) -> None:

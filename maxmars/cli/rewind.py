@@ -1,4 +1,8 @@
-"""`maxmars rewind`: take a run back to an older checkpoint, or past training examples."""
+"""`maxmars rewind`: take a run back to an older checkpoint, or skip training examples.
+
+The work is in `train/rewind.py`, which appends one line to the journal; so the next `maxmars train`
+needs no further option.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from maxmars.config.checks import CheckedConfig, NotNegative
 
 @dataclass(frozen=True, kw_only=True)
 class RewindArguments(CheckedConfig):
-    """Take a run back to an older checkpoint; its `maxmars train` command goes on from there.
+    """Take a run back to an older checkpoint; the next `maxmars train` continues from there.
 
-    Nothing is deleted: the newer checkpoints are set aside as STEP.rewound. Run it once, by one
-    process, while nothing trains the run. The journal records it, and `maxmars audit` tells it.
+    Nothing is deleted: newer checkpoints are renamed to STEP.rewound. Give the command once, in one
+    process, while nothing trains the run. The journal records it, and `maxmars audit` shows it.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -25,19 +29,19 @@ class RewindArguments(CheckedConfig):
     )
 
     run: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """The working directory of a run, such as runs/quickstart, also on gs://."""
+    """Working directory of a run, such as runs/quickstart, also on gs://."""
     to: Annotated[NotNegative[int], tyro.conf.arg(metavar="STEP")]
-    """Step of the checkpoint to go on from; it may be the newest."""
+    """Step of the checkpoint to continue from, which may be the newest."""
     skip_examples: Annotated[NotNegative[int], tyro.conf.arg(metavar="N")] = 0
-    """Leave out this number of training examples from there on. A step has global_batch_size of
-    them, and its line of metrics.jsonl the first as train/first_example."""
+    """Number of training examples to skip after that step. A step has global_batch_size examples;
+    the number of its first one is train/first_example in metrics.jsonl."""
     new_optimizer_state: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Make the optimizer's state anew, which may then be another optimizer's (give the train
-    command --resume-overrides optimizer); parameters, step, schedule and data go on."""
+    """Start with a new optimizer state, also for another optimizer (then add --resume-overrides
+    optimizer to the train command). Parameters, step, schedule and data continue."""
 
 
 def run(argv: list[str]) -> int:
-    """Run `maxmars rewind`; 0."""
+    """Run `maxmars rewind`; the exit code is 0."""
     arguments = parse_options(RewindArguments, argv, prog="maxmars rewind")
     from maxmars.distributed.progress import Progress
 

@@ -1,6 +1,8 @@
 """`maxmars train`: train as a config file says, or continue a run.
 
-`maxmars launch` checks the command line of `train` by `TrainArguments` before it rents anything.
+The work is in `maxmars.train`. `RunProcess` comes first: it handles signals, joins the processes of
+the run, and decides the exit code. `maxmars launch` parses the command line of `train` by
+`TrainArguments` before it rents anything.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ from maxmars.distributed.run_process import RunProcess
 class TrainArguments(ConfigArguments):
     """Train a model as a config says; the same command again continues the run.
 
-    SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU and Ctrl-C finish the step, save and exit with code
-    75; a second Ctrl-C leaves at once. Of several processes one that fails exits with 78, and the
-    others with 75, as where one of them is killed or hangs.
+    After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2, SIGXCPU or Ctrl-C the run finishes its step, saves and
+    exits with code 75; a second Ctrl-C ends it at once. If one of several processes fails, it exits
+    with 78 and the others with 75; if one is killed or hangs, the others exit with 75, too.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -45,40 +47,40 @@ class TrainArguments(ConfigArguments):
     workdir: Annotated[
         str | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="default: runs/NAME")
     ] = None
-    """Directory of the run's metrics and checkpoints; may be on gs:// (extra `gcs`)."""
+    """Working directory of the run, for metrics and checkpoints; may be on gs:// (extra `gcs`)."""
     init_from: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """Start a new run from these weights: a run, a checkpoint or a Hugging Face GPT-2. Of a run's
-    directory its newest sound checkpoint is taken, of runs/NAME/checkpoints/STEP that one, also on
-    gs://; hf:OWNER/NAME[@REVISION] is a model on the hub. Step, data, schedule and optimizer start
-    anew, and the optimizer may be another one."""
+    """Weights to start a new run from: a run, for its newest intact checkpoint, a checkpoint such
+    as runs/NAME/checkpoints/STEP, both also on gs://, a Hugging Face GPT-2 in a directory, or
+    hf:OWNER/NAME[@REVISION] on the hub. Step, data, schedule and optimizer state start anew, and
+    the optimizer may be another one."""
     init_optimizer_state: bool = False
-    """With --init-from, also take the optimizer state, whose optimizer must be of the same kind."""
+    """With --init-from, also take the optimizer state; the optimizer must be of the same kind."""
     resume_overrides: Annotated[str | None, tyro.conf.arg(metavar="FIELD,...")] = None
     """Fields or groups of fields, such as optimizer.learning_rate,schedule, that change on purpose
-    when a run continues; without it, fields that define the run are refused."""
+    when a run continues. Other changes of fields that define the run are refused."""
     profile: Annotated[str | None, tyro.conf.arg(metavar="FIRST:LAST")] = None
-    """Trace these steps, such as 20:24, into the run's directory `profile`, which
-    `xprof --logdir` (pip install xprof) and Perfetto show."""
+    """Steps to trace, such as 20:24. The trace goes to the folder `profile` of the working
+    directory, for `xprof --logdir` (pip install xprof) and Perfetto."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Address of process 0, where several processes train together; goes with the next two. On TPU
-    pods, under srun and in the JobSets of `maxmars launch` none of the three is needed."""
+    """Address of process 0, if several processes train together; needs --num-processes and
+    --process-id. None of the three is needed on TPU pods, under srun and with `maxmars launch`."""
     num_processes: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Number of processes of the run; 1 alone ignores the cluster."""
+    """Number of processes of the run; 1, without the other two, ignores the cluster."""
     process_id: Annotated[NotNegative[int] | None, tyro.conf.arg(metavar="I")] = None
     """Number of this process, from 0."""
     start_timeout_s: Annotated[Positive[float], tyro.conf.arg(metavar="SECONDS")] = 300.0
-    """How long to wait for all processes to come before the start fails."""
+    """Longest wait, in seconds, for all processes to join; then the start fails."""
 
 
 def run(argv: list[str]) -> int:
-    """Run `maxmars train`; 75 if a signal stopped it, else 0."""
+    """Run `maxmars train`; the exit code is 75 if the run was stopped and can continue, else 0."""
     command = shlex.join(["maxmars", "train", *argv])
     with RunProcess(command) as process:
         arguments = parse_arguments(TrainArguments, argv, prog="maxmars train", example="gpt2")
         try:
             return _train(arguments, process)
         except ValueError as error:
-            # It advises another --workdir, and the user may not know of the one that was taken.
+            # The error advises another --workdir, and the user may not know the default.
             if arguments.workdir is None and "--workdir" in str(error):
                 raise ValueError(
                     f"{error} No --workdir was given: {_default_workdir(arguments)} is the "
@@ -91,7 +93,7 @@ def _train(arguments: TrainArguments, process: RunProcess) -> int:
     profile = _parse_steps(arguments.profile)
     if arguments.init_optimizer_state and arguments.init_from is None:
         raise UsageError("--init-optimizer-state needs --init-from PATH: whose state?")
-    # Imported late, as --help and wrong arguments need not wait for them.
+    # Imported late, so that --help and wrong arguments answer at once.
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
@@ -107,14 +109,14 @@ def _train(arguments: TrainArguments, process: RunProcess) -> int:
             path=arguments.init_from, optimizer_state=arguments.init_optimizer_state
         )
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
-    named = arguments.workdir
-    workdir = resolve(_default_workdir(arguments) if named is None else named)
+    requested = arguments.workdir
+    workdir = resolve(_default_workdir(arguments) if requested is None else requested)
     checkpoints = workdir / CHECKPOINTS
 
     def newest_step() -> int | None:
-        # A process that is being killed keeps its lock for a moment.
-        is_taken = is_owned(checkpoints, timeout_s=2.0)
-        return None if is_taken else max(list_steps(checkpoints), default=0)
+        # None where another process has the lock; one that is being killed has it for a moment.
+        is_locked = is_owned(checkpoints, timeout_s=2.0)
+        return None if is_locked else max(list_steps(checkpoints), default=0)
 
     with naming(workdir):
         process.join(

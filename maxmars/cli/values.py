@@ -1,5 +1,7 @@
-"""What tyro learns here: whole numbers such as 1e3, functions of the user's own, and how the fields
-of a config become options. All else, such as tuples, `Literal` and `X | None`, are its own rules.
+"""Rules added to tyro: integers such as 1e3, functions of the user's own, and fields as options.
+
+A `ConstructorRegistry` asks the rules below before its own; a rule returns None for a type that it
+leaves to tyro, such as tuples, `Literal` and `X | None`. `call_tyro` is `tyro.cli` with them.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from maxmars.config.data import ValidationSet
 from maxmars.config.user_code import Source
 
 VALUES = ConstructorRegistry()
-# The config file decides which optimizer it is, not a word of the command line.
+# Without subcommands: the config file decides the class of the optimizer, not the command line.
 call_tyro = functools.partial(
     tyro.cli, config=(tyro.conf.AvoidSubcommands,), registry=VALUES, description=""
 )
 
 
-def _whole(words: list[str]) -> int:
-    """A whole number; 1e3 is one, and what is written in digits keeps them all."""
+def _parse_integer(words: list[str]) -> int:
+    """Parse an integer. 1e3 is one; digits are not parsed as a float, which would round them."""
     (word,) = words
     with contextlib.suppress(ValueError):
         return int(word)
@@ -48,41 +50,41 @@ def _whole(words: list[str]) -> int:
 
 @VALUES.primitive_rule
 def _integer(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[int] | None:
-    return None if info.type is not int else _one_word("INT", _whole, int, str)
+    return None if info.type is not int else _one_word("INT", _parse_integer, int, str)
 
 
 @VALUES.primitive_rule
-def _named(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-    """Data by a name; or a function of the user's own: a text, of which the config makes a `Source`
-    here, so that its path is relative to where it is typed."""
+def _by_name(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """A `ValidationSet`, or a function of the user's own. The latter stays a text until the config
+    is built, which makes a `Source` with a path relative to the working directory."""
     if info.type is ValidationSet:
         parse, metavar = ValidationSet.parse, "NAME=PLACE"
     elif info.type is Source:
         parse, metavar = str, "FILE.py:NAME"
     else:
         return None
-    return _one_word(metavar, lambda words: parse(*words), info.type, lambda named: named.spec)
+    return _one_word(metavar, lambda words: parse(*words), info.type, lambda value: value.spec)
 
 
 def _one_word(
-    metavar: str, read: Callable[[list[str]], Any], kind: type, write: Callable[[Any], str]
+    metavar: str, parse: Callable[[list[str]], Any], kind: type, show: Callable[[Any], str]
 ) -> PrimitiveConstructorSpec[Any]:
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
-        instance_from_str=read,
+        instance_from_str=parse,
         is_instance=lambda value: type(value) is kind,
-        str_from_instance=lambda value: [write(value)],
+        str_from_instance=lambda value: [show(value)],
     )
 
 
 @VALUES.struct_rule
 def _fields(info: StructTypeInfo) -> StructConstructorSpec | None:
-    """The fields of a dataclass, or the options of a user's own function, which are a dict.
+    """Fields of a dataclass, or the dict of options of a user's own function.
 
-    tyro 1.0.17 has rules for both. It keeps the line breaks of our source in the fields' texts,
-    shows the `Rule`s within a union as Python writes them, and takes nothing but None for an option
-    of which the default is None.
+    The rules of tyro 1.0.17 for both do not suffice: they keep the line breaks of the source in the
+    texts of fields, show `Rule`s within a union as Python's repr, and allow only None for an option
+    with the default None.
     """
     if isinstance(info.default, dict):
         any_value = int | float | bool | str | None
@@ -92,8 +94,8 @@ def _fields(info: StructTypeInfo) -> StructConstructorSpec | None:
     if not dataclasses.is_dataclass(info.type):
         return None
     hints = typing.get_type_hints(info.type, include_extras=True)
-    given = info.default if dataclasses.is_dataclass(info.default) else info.type
-    defaults = dict.fromkeys(hints, MISSING) if info.default is MISSING else defaults_of(given)
+    default = info.default if dataclasses.is_dataclass(info.default) else info.type
+    defaults = dict.fromkeys(hints, MISSING) if info.default is MISSING else defaults_of(default)
     fields = [
         StructFieldSpec(
             field.name,
@@ -108,8 +110,8 @@ def _fields(info: StructTypeInfo) -> StructConstructorSpec | None:
 
 
 def _without_rules(hint: Any) -> Any:
-    """A type without the annotations within its union, as in `Positive[int] | None`, and without
-    the text of `Source | str`."""
+    """A type without the annotations inside a union, as in `Positive[int] | None`, and without the
+    `str` of `Source | str`."""
     if typing.get_origin(hint) is Annotated:
         kind: Any = _without_rules(hint.__origin__)
         return Annotated[kind, *hint.__metadata__]
@@ -122,8 +124,8 @@ def _without_rules(hint: Any) -> Any:
 
 
 def defaults_of(arguments: Any) -> dict[str, Any]:
-    """The values of an instance's fields, or the defaults of a dataclass's; `MISSING_NONPROP` where
-    there is none."""
+    """Values of an instance's fields, or defaults of a dataclass's fields, where `MISSING_NONPROP`
+    stands for none."""
     if not isinstance(arguments, type):
         return {f.name: getattr(arguments, f.name) for f in dataclasses.fields(arguments)}
     values: dict[str, Any] = {}
@@ -137,12 +139,12 @@ def defaults_of(arguments: Any) -> dict[str, Any]:
 
 
 def text_of(kind: type, name: str) -> str | None:
-    """The docstring of a field."""
-    return _texts(kind).get(name)
+    """The docstring of a field; None if it has none."""
+    return _field_texts(kind).get(name)
 
 
 @functools.cache
-def _texts(kind: type) -> dict[str, str]:
+def _field_texts(kind: type) -> dict[str, str]:
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__[:-1]):
         for field in docstring_parser.parse_from_object(base).params:

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from maxmars import cli
-from maxmars.cli.parse import FOREIGN, parse_arguments
+from maxmars.cli.parse import FOREIGN_OPTIONS, parse_arguments
 from maxmars.cli.train import TrainArguments
 from maxmars.config.load import choices_of, named_configs
 
@@ -40,7 +40,7 @@ def parse(words):
     return parse_arguments(TrainArguments, words, prog="maxmars train")
 
 
-@pytest.mark.parametrize("word", sorted({word for word, *_ in FOREIGN}))
+@pytest.mark.parametrize("word", sorted({word for word, *_ in FOREIGN_OPTIONS}))
 def test_an_option_of_another_program_is_told_ours(word, said):
     line = said(f"train quickstart --{word} 1")
     (ours,) = re.findall(r"it is (--\S+) here", line)
