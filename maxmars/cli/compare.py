@@ -1,4 +1,9 @@
-"""`maxmars compare`: which optimizer is better, each tuned? `maxmars report`: curves of runs."""
+"""`maxmars compare`: tune optimizers and compare them. `maxmars report`: curves of runs.
+
+The work is in `maxmars.compare`. Here a command line becomes a `Comparison`: the options are parsed
+once for each contender, on top of its own config, since contenders may have different fields. After
+that come `compare verify` and `report`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
@@ -37,17 +42,19 @@ class CompareArguments(ConfigArguments, SearchConfig):
     """Compare optimizers fairly: tune each with the same budget, then train with several seeds.
 
     Each word of --optimizers makes a contender: CONFIG with its choice `optimizer` set to a name of
-    the config file, or to FILE.py:make, an optimizer of your own. A config file may also say the
-    whole comparison, of any configs and with values to try, in a function get_comparison. All start
-    from the same weights and read the same tokens. Each is tuned with one seed, by the fields that
-    --tune names; its best settings run with more seeds, and a test says which is better. Any field
-    of the configs can be changed for all, such as --num-steps 500 or --eval.every 100.
+    the config file, or to FILE.py:make, an optimizer of your own. A config file may also return a
+    whole comparison, of any configs and with values to try, from a function get_comparison. All
+    contenders start from the same weights and read the same tokens. Each is tuned with one seed,
+    over the fields that --tune names; then its best settings run with more seeds, and a statistical
+    test says which contender is better. Any field of the configs can be changed for all contenders,
+    such as --num-steps 500 or --eval.every 100.
 
-    Each combination of contender, setting and seed is an ordinary run in DIR/cells. Finished ones
-    are kept: after Ctrl-C (exit code 75) or a kill the same command continues. Any number of
-    processes or machines that give the same command for the same DIR share the runs. DIR gets
-    report.md, tables and figures; `maxmars compare verify DIR` repeats a result anywhere, and
-    `maxmars report DIR DIR` puts comparisons, say of several sizes of the model, into one report.
+    Each combination of contender, setting and seed is a trial: an ordinary run in DIR/cells. After
+    Ctrl-C (exit code 75) or a kill the same command continues with the trials that are missing.
+    Several processes or machines that give the same command for the same DIR share the trials. DIR
+    gets report.md, tables and figures; `maxmars compare verify DIR` repeats a result anywhere, and
+    `maxmars report DIR DIR` puts several comparisons, such as of several model sizes, into one
+    report.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -70,28 +77,28 @@ class CompareArguments(ConfigArguments, SearchConfig):
     )
 
     workdir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory of this comparison, on a disk (required). Its finished trials are kept."""
+    """Directory of the comparison, on a disk (required)."""
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="A B ...")] = ()
-    """Values of the config file's choice `optimizer`, each of which makes a contender. That of
-    FILE.py:make, whose path is relative to the working directory, is called FILE."""
+    """Values of the config file's choice `optimizer`; each makes a contender. FILE.py:make, whose
+    path is relative to the working directory, makes a contender called FILE."""
     learning_rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE ...")] = ()
-    """Learning rates that all contenders try first, such as 1e-3 3e-3. Those of none are the
-    config's own rate times 1/2, 1, 2 and 4."""
+    """Learning rates that all contenders try first, such as 1e-3 3e-3. Without this option each
+    contender tries its own learning rate times 1/2, 1, 2 and 4."""
     start_from: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """A finished comparison of the same contenders, say of a smaller model: each search begins at
-    the best setting there, with 1/2, 1 and 2 times its learning rate."""
+    """Directory of a complete comparison of the same contenders, such as with a smaller model: each
+    search begins at the best setting there, with 1/2, 1 and 2 times its learning rate."""
     dry_run: bool = False
-    """Only say which contenders are tuned over which fields, where each search begins, and how many
-    runs there are at most."""
+    """Only show which fields of each contender are tuned, where its search begins, and the largest
+    number of trials; run nothing."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_words("--tune", self.tune)
+        _refuse_commas("--tune", self.tune)
 
 
 @dataclass(frozen=True)
-class _Named:
-    """The option that says which configs to load, which is parsed before those of the configs."""
+class _Optimizers:
+    """The option that decides which configs are loaded; it is parsed before their options."""
 
     optimizers: tuple[str, ...] | None = None
 
@@ -100,8 +107,8 @@ def run(argv: list[str]) -> int:
     """Run `maxmars compare`."""
     if argv[:1] == ["verify"]:
         return _verify(parse_options(VerifyArguments, argv[1:], prog=f"{_PROG} verify"))
-    arguments, comparison = _plan(argv)
-    workdir = _workdir(arguments)
+    arguments, comparison = _make_comparison(argv)
+    workdir = _comparison_dir(arguments)
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
@@ -126,19 +133,17 @@ def run(argv: list[str]) -> int:
     return 0
 
 
-def _plan(argv: list[str]) -> tuple[CompareArguments, Comparison]:
-    """The comparison that a command line asks for."""
-    # Two ways to say who takes part:
+def _make_comparison(argv: list[str]) -> tuple[CompareArguments, Comparison]:
+    """Make the comparison that a command line describes."""
+    # Two ways to name the contenders:
     #
     #   compare_tiny                                       a file's get_comparison()
     #   gpt2 --optimizers adamw mars my_opt.py:make        one CONFIG, with each choice `optimizer`
-    #
-    # The options, such as --num-steps 500, are parsed once for each contender, on top of its own
-    # config.
-    named, argv = parse_first(_Named, argv)
-    optimizers = named.optimizers or ()
-    _check_words("--optimizers", optimizers)
-    if named.optimizers == () or not all(optimizers) or len({*optimizers}) < len(optimizers):
+    first_options, argv = parse_first(_Optimizers, argv)
+    optimizers = first_options.optimizers or ()
+    _refuse_commas("--optimizers", optimizers)
+    is_empty = first_options.optimizers == () or not all(optimizers)
+    if is_empty or len({*optimizers}) < len(optimizers):
         raise UsageError(f"--optimizers {' '.join(optimizers)} must name optimizers, each once.")
     spec, options = split_config(argv, _PROG)
     if spec is not None and options and not options[0].startswith("-"):
@@ -146,22 +151,22 @@ def _plan(argv: list[str]) -> tuple[CompareArguments, Comparison]:
             f"{_PROG} {spec} {options[0]}: one CONFIG makes a comparison. Name contenders by "
             "--optimizers A B, or return them from get_comparison() in a file."
         )
-    in_file = None if optimizers or spec is None else load_comparison(spec)
-    if in_file is not None:
-        parsed = _of_file(in_file, options, f"{_PROG} {spec}")
+    from_file = None if optimizers or spec is None else load_comparison(spec)
+    if from_file is not None:
+        parsed = _parse_for_file(from_file, options, f"{_PROG} {spec}")
     else:
-        parsed = _of_words(argv, optimizers)
+        parsed = _parse_for_optimizers(argv, optimizers)
     arguments = next(iter(parsed.values()))
-    given = {name: getattr(arguments, name) for name in _SHARED}
+    search_options = {name: getattr(arguments, name) for name in _SEARCH_FIELDS}
     try:
         config = ComparisonConfig(
-            contenders={name: _prepare(a.config) for name, a in parsed.items()},
-            grids={} if in_file is None else in_file.grids,
-            **given,
+            contenders={name: _without_evaluations(a.config) for name, a in parsed.items()},
+            grids={} if from_file is None else from_file.grids,
+            **search_options,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    contenders = _contenders(config, arguments)
+    contenders = _make_contenders(config, arguments)
     # Imported late: they load JAX.
     from maxmars.compare.trials import Comparison
 
@@ -192,15 +197,23 @@ def _plan(argv: list[str]) -> tuple[CompareArguments, Comparison]:
     return arguments, comparison
 
 
-def _workdir(arguments: CompareArguments) -> Path:
-    """The directory of the comparison."""
+def _comparison_dir(arguments: CompareArguments) -> Path:
+    """The directory of the comparison.
+
+    Raises:
+      UsageError: --workdir is missing, or in a bucket.
+    """
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished trials are kept.")
-    return _on_disk("--workdir", arguments.workdir)
+    return _local_path("--workdir", arguments.workdir)
 
 
-def _on_disk(option: str, path: str) -> Path:
-    """The directory that an option names, on a disk."""
+def _local_path(option: str, path: str) -> Path:
+    """The directory that an option names.
+
+    Raises:
+      UsageError: the directory is in a bucket.
+    """
     from maxmars.distributed.files import is_remote, resolve
 
     if is_remote(path):
@@ -208,28 +221,30 @@ def _on_disk(option: str, path: str) -> Path:
     return Path(resolve(path))
 
 
-_SHARED = [field.name for field in dataclasses.fields(SearchConfig)]
-"""Options that a comparison of a config file has too; what is typed counts more."""
+_SEARCH_FIELDS = [field.name for field in dataclasses.fields(SearchConfig)]
+"""Options that also are fields of a file's `get_comparison`; the command line overrides them."""
 
 
-def _of_file(
+def _parse_for_file(
     config: ComparisonConfig, options: Sequence[str], prog: str
 ) -> dict[str, CompareArguments]:
-    """The command line read for each contender of a config file."""
-    shared = {name: getattr(config, name) for name in _SHARED}
+    """Parse the options once for each contender of a config file."""
+    search_options = {name: getattr(config, name) for name in _SEARCH_FIELDS}
     return {
         name: parse_options(
             CompareArguments,
             options,
             prog=prog,
-            default=CompareArguments(config=contender, **shared),
+            default=CompareArguments(config=contender, **search_options),
         )
         for name, contender in config.contenders.items()
     }
 
 
-def _of_words(argv: Sequence[str], optimizers: Sequence[str]) -> dict[str, CompareArguments]:
-    """The command line read for each word of `--optimizers`, or for CONFIG alone."""
+def _parse_for_optimizers(
+    argv: Sequence[str], optimizers: Sequence[str]
+) -> dict[str, CompareArguments]:
+    """Parse the command line once for each word of `--optimizers`, or for CONFIG alone."""
     parse = functools.partial(
         parse_arguments, CompareArguments, argv, prog=_PROG, example="compare_tiny"
     )
@@ -247,10 +262,10 @@ def _of_words(argv: Sequence[str], optimizers: Sequence[str]) -> dict[str, Compa
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyArguments(CheckedConfig):
-    """Compute a run of a comparison again, and compare the digest of its end, else the losses.
+    """Repeat a run of a comparison, and compare the digest of its last state, else the losses.
 
-    On the same machine, versions and number of CPU cores everything is equal bit by bit, elsewhere
-    up to rounding. Exits with 1 where the result is refused.
+    With the same machine, versions and number of CPU cores all are equal bit by bit, elsewhere up
+    to rounding. The exit code is 1 if the result is not confirmed.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -259,15 +274,15 @@ class VerifyArguments(CheckedConfig):
     )
 
     directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
-    """Directory of a comparison, or a copy of its compare.json, rows.jsonl and sources."""
+    """Directory of a comparison, or of copies of its compare.json, rows.jsonl and sources."""
     contender: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Whose run, at its best setting; None is the best contender's."""
+    """Contender to run, at its best setting; None is the best contender."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="S")] = None
-    """With this seed; None is the first."""
+    """Seed of the run; None is the first seed."""
     data: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory of the tokens here, if it is not that of the comparison."""
+    """Directory of the tokens on this machine, if it is not that of the comparison."""
     workdir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Keep the run there, where the same command continues it; None keeps nothing."""
+    """Directory to keep the run in, where the same command continues it; None keeps nothing."""
 
 
 def _verify(arguments: VerifyArguments) -> int:
@@ -278,8 +293,8 @@ def _verify(arguments: VerifyArguments) -> int:
 
     with tempfile.TemporaryDirectory(prefix="maxmars-verify-") as scratch:
         verdict = verify(
-            _on_disk("DIR", arguments.directory),
-            _on_disk("--workdir", scratch if arguments.workdir is None else arguments.workdir),
+            _local_path("DIR", arguments.directory),
+            _local_path("--workdir", scratch if arguments.workdir is None else arguments.workdir),
             contender=arguments.contender,
             seed=arguments.seed,
             data_path=arguments.data,
@@ -291,12 +306,13 @@ def _verify(arguments: VerifyArguments) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArguments(CheckedConfig):
-    """Draw losses, rates and norms of runs, as figures and one Markdown page.
+    """Draw losses, learning rates and norms of runs, as figures and one Markdown page.
 
-    A RUN is a working directory of `maxmars train`, also in a bucket, or of `maxmars compare`, of
-    which each contender is drawn at its best setting. Comparisons alone get their whole report
-    again, also before they are complete; that of several has a column for them. curves.csv has what
-    is drawn, and more, as numbers. Figures need matplotlib (extra `report`).
+    A RUN is the working directory of a `maxmars train`, also in a bucket, or of a `maxmars
+    compare`, whose contenders are drawn at their best settings. If all RUNs are comparisons, the
+    report is that of `maxmars compare`, also before they are complete; for several comparisons it
+    has a column with their names. curves.csv has the numbers of the curves, and more. Figures need
+    matplotlib (extra `report`).
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -305,14 +321,39 @@ class ReportArguments(CheckedConfig):
     )
 
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """What to draw, such as runs/quickstart."""
+    """Directories of runs and comparisons, such as runs/quickstart."""
     labels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")] = ()
-    """What tables and figures call the RUNs, one label each; none are the names of directories."""
+    """Names of the RUNs in tables and figures, one for each; by default those of the
+    directories."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory for report.md, tables and figures; None is RUN/report, or the comparison
-    itself, on a disk. Only an earlier report of the same runs is written anew there."""
+    """Directory for report.md, tables and figures; None is RUN/report, or the directory of the
+    comparison, on a disk. Only an earlier report of the same runs is overwritten."""
     format: Literal["png", "pdf", "svg"] = "png"
-    """Of the figures."""
+    """File format of the figures."""
+
+
+def _labelled_runs(arguments: ReportArguments) -> dict[str, Any]:
+    """Directories of the RUNs, by label.
+
+    Raises:
+      UsageError: a RUN or a label is given twice, or --out or a label is missing.
+    """
+    from maxmars.distributed.files import is_remote, resolve
+
+    paths = [resolve(text) for text in arguments.runs]
+    if len(set(paths)) < len(paths):
+        raise UsageError(f"maxmars report {' '.join(arguments.runs)}: name each RUN once.")
+    if arguments.out is None and (len(paths) > 1 or is_remote(paths[0])):
+        raise UsageError(
+            "maxmars report of several runs, or of one in a bucket, needs --out DIR, where the "
+            "report goes."
+        )
+    labels = arguments.labels or _default_labels(paths)
+    if len(labels) != len(paths) or len(set(labels)) < len(labels):
+        raise UsageError(
+            f"--labels {' '.join(labels)}: give each of the {len(paths)} RUNs one label of its own."
+        )
+    return dict(zip(labels, paths, strict=True))
 
 
 def run_report(argv: list[str]) -> int:
@@ -334,32 +375,22 @@ def run_report(argv: list[str]) -> int:
         )
         from maxmars.compare.summary import summarize
         from maxmars.compare.trials import COMPARISON
-        from maxmars.distributed.files import is_remote, resolve
+        from maxmars.distributed.files import is_remote
 
-    runs = {text: resolve(text) for text in arguments.runs}
-    if len(set(runs.values())) < len(arguments.runs):
-        raise UsageError(f"maxmars report {' '.join(arguments.runs)}: name each RUN once.")
-    first = next(iter(runs.values()))
-    if arguments.out is None and (len(runs) > 1 or is_remote(first)):
-        raise UsageError(
-            "maxmars report of several runs, or of one in a bucket, needs --out DIR, where the "
-            "report goes."
-        )
-    labels = arguments.labels or _run_names(list(runs.values()))
-    if len(labels) != len(runs) or len(set(labels)) < len(labels):
-        raise UsageError(
-            f"--labels {' '.join(labels)}: give each of the {len(runs)} RUNs one label of its own."
-        )
-    runs = dict(zip(labels, runs.values(), strict=True))
-    out = Path(first) if arguments.out is None else _on_disk("--out", arguments.out)
-    compared = {
+    runs = _labelled_runs(arguments)
+    if arguments.out is None:  # there is one RUN then, on a disk
+        out = Path(next(iter(runs.values())))
+    else:
+        out = _local_path("--out", arguments.out)
+    comparisons = {
         name: summarize(Path(path))
         for name, path in runs.items()
         if not is_remote(path) and (path / COMPARISON).is_file()
     }
-    if len(compared) == len(runs):
-        named = compared if len(runs) > 1 else {"": next(iter(compared.values()))}
-        summaries = dict(sorted(named.items(), key=lambda item: item[1].num_parameters))
+    if len(comparisons) == len(runs):
+        if len(runs) == 1:  # a report without a column of names
+            comparisons = {"": next(iter(comparisons.values()))}
+        summaries = dict(sorted(comparisons.items(), key=lambda item: item[1].num_parameters))
         origin = ""
         if arguments.out is not None:
             origin = origin_of(runs.values())
@@ -369,14 +400,14 @@ def run_report(argv: list[str]) -> int:
         return 0
     lines, workdirs = [], {}
     for name, path in runs.items():
-        if name not in compared:
+        if name not in comparisons:
             lines.append(read_run(path, name))
             workdirs[name] = path
             continue
-        for outcome in compared[name].outcomes:
+        for outcome in comparisons[name].outcomes:
             if outcome.best is None:
                 print(f"{name}: {outcome.contender.name} has no finished run, and is not drawn")
-        for line in best_lines(compared[name]):
+        for line in best_lines(comparisons[name]):
             own = f"{name}: {line.name}"
             lines.append(dataclasses.replace(line, name=own))
             workdirs[own] = path
@@ -388,9 +419,9 @@ def run_report(argv: list[str]) -> int:
     return 0
 
 
-def _run_names(paths: Sequence[PurePath]) -> list[str]:
-    """Names of runs and comparisons: of a run within a comparison with its contender, and with as
-    many directories before as tell it from the others."""
+def _default_labels(paths: Sequence[PurePath]) -> list[str]:
+    """Names of runs and comparisons: the last parts of each path, as many as make it unique; at
+    least two, with the contender, for a trial of a comparison."""
     is_trial = [path.parts[-3:-2] == ("cells",) for path in paths]
     lengths = [2 if within else 1 for within in is_trial]
     while True:
@@ -400,15 +431,15 @@ def _run_names(paths: Sequence[PurePath]) -> list[str]:
         lengths = [n + (names.count(name) > 1) for n, name in zip(lengths, names, strict=True)]
 
 
-def _check_words(flag: str, words: Sequence[str]) -> None:
+def _refuse_commas(flag: str, words: Sequence[str]) -> None:
     for word in words:
         if "," in word:
             raise UsageError(f"{flag} {word}: write {' '.join(word.split(','))}")
 
 
-def _prepare(config: TrainConfig) -> TrainConfig:
-    """The config of a contender: always with the validation loss, and with nothing else that would
-    be evaluated in each trial."""
+def _without_evaluations(config: TrainConfig) -> TrainConfig:
+    """The config of a contender for trials, which compute the validation loss and no other
+    evaluation."""
     evaluation = dataclasses.replace(config.eval, hellaswag_every=None, own=None, data=())
     if evaluation.every is None:
         evaluation = dataclasses.replace(evaluation, every=config.num_steps)
@@ -416,8 +447,15 @@ def _prepare(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, eval=evaluation, checkpoint=checkpoint)
 
 
-def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[Contender, ...]:
-    """The contenders with the grids of the fields that they have."""
+def _make_contenders(
+    config: ComparisonConfig, arguments: CompareArguments
+) -> tuple[Contender, ...]:
+    """Make the contenders, with a grid for each tuned field that the contender has.
+
+    Raises:
+      UsageError: no contender has a field of --tune, or a contender lacks a field for which the
+        file gives it values.
+    """
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
@@ -438,11 +476,10 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
     #   fields   adamw: learning_rate, weight_decay     mars: learning_rate, weight_decay, gamma
     #   grids    mars: gamma 0, 0.025; all others are made around the config's own value
     #
-    # A contender without a field of --tune gets no grid of it (None); one without a field for which
-    # the file gives it values is an error.
+    # `make_grid` returns None for a field of --tune that the contender lacks.
     own = {name: config.grids.get(name, {}) for name in config.contenders}
     fields = {name: [*dict.fromkeys([*config.tune, *grids])] for name, grids in own.items()}
-    starts = _starts(arguments.start_from, fields)
+    starts = _start_values(arguments.start_from, fields)
     contenders = []
     for name, each in config.contenders.items():
         grids = {**own[name], **({LEARNING_RATE: rates} if rates else {})}
@@ -461,7 +498,7 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
     for contender in contenders:
         tuned = [grid.field for grid in contender.grids]
         if lacking := [field for field in config.tune if field not in tuned]:
-            way_out = _way_out(contender.config, tuned, lacking) if len(tuned) < most else ""
+            way_out = _advise_fields(contender.config, tuned, lacking) if len(tuned) < most else ""
             print(
                 f"maxmars: {contender.name} lacks {', '.join(lacking)}: it is tuned over "
                 f"{', '.join(tuned) or 'nothing'}.{way_out}",
@@ -470,24 +507,30 @@ def _contenders(config: ComparisonConfig, arguments: CompareArguments) -> tuple[
     return tuple(contenders)
 
 
-def _way_out(config: TrainConfig, tuned: Sequence[str], lacking: Sequence[str]) -> str:
-    """How a contender that is tuned over fewer fields than others gets as many."""
+def _advise_fields(config: TrainConfig, tuned: Sequence[str], lacking: Sequence[str]) -> str:
+    """Advice for a contender that is tuned over fewer fields than others: how it gets as many."""
     from maxmars.compare.grids import fields_of
 
     if isinstance(config.optimizer, OptaxConfig):
         make = config.optimizer.source
-        given = ", ".join(f"{field}=NUMBER" for field in lacking)
+        defaults = ", ".join(f"{field}=NUMBER" for field in lacking)
         if make.file:
-            named = f"give {make.function} of {make.file}"
-            return f" To tune it too, {named} the keyword defaults {given}."
+            return (
+                f" To tune it too, give {make.function} of {make.file} the keyword defaults "
+                f"{defaults}."
+            )
     others = [field for field in fields_of(config) if field not in tuned]
     return f" To tune it as much as others, add some of its own to --tune: {', '.join(others)}."
 
 
-def _starts(
+def _start_values(
     directory: str | None, fields: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Number]]:
-    """The values of each contender's best setting in the comparison of `--start-from`."""
+    """Values of each contender's best setting in the comparison of `--start-from`.
+
+    Raises:
+      UsageError: that comparison is incomplete, lacks a contender, or tuned other fields.
+    """
     if directory is None:
         return {name: {} for name in fields}
     # Imported late: they load JAX.

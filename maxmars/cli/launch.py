@@ -1,4 +1,10 @@
-"""`maxmars launch`: start a run on TPU VMs, a GKE cluster or SLURM, and look after it."""
+"""`maxmars launch`: start a run on TPU VMs, a GKE cluster or SLURM, and look after it.
+
+The three platforms are rows of `_PLATFORMS`; their commands and files are in `maxmars.launch`. Here
+a command line is split at `--`, and the part for `maxmars train` is parsed as `train` would, so
+that a wrong option, mesh or path is refused before anything is rented. Help of `launch` itself is
+`_USAGE`, as its platforms and actions have one dataclass each.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +23,24 @@ from maxmars.config.load import load_config
 from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape
 from maxmars.config.user_code import sources_in
 from maxmars.launch import gke, slurm, tpu_vm
-from maxmars.launch.beforehand import (
-    check_data_reach,
-    check_gpus_reach,
-    check_packages_reach,
-    data_places,
-    parameters,
-)
 from maxmars.launch.gke import GkeOptions, JobSet
 from maxmars.launch.job import (
     Job,
     PackedCode,
     RunOptions,
+    capture_environment,
     log,
     pack,
-    remark,
-    require,
-    say_size,
-    take_environment,
+    print_size,
+    print_stderr,
+    require_program,
+)
+from maxmars.launch.preflight import (
+    check_data,
+    check_gpus,
+    check_packages,
+    data_paths,
+    estimate_parameters,
 )
 from maxmars.launch.slurm import SlurmName, SlurmOptions
 from maxmars.launch.tpu_vm import TpuOptions, TpuVm
@@ -49,11 +55,11 @@ usage: maxmars launch tpu-vm CONFIG --name NAME --workdir DIR
                             --nodes N --gpus-per-node N
        maxmars launch slurm status|stop --name NAME
 
-Start a run on other machines by your own gcloud, kubectl or sbatch. This
-maxmars goes along as a wheel, with CONFIG, the files of your own that it names
-and those of --include, all in the current folder. After a preemption the run
-continues in its --workdir. What follows -- goes to `maxmars train`; --dry-run
-prints the script or the JobSet, and runs nothing.
+Start a run on other machines by your own gcloud, kubectl or sbatch. The
+command copies this maxmars to them as a wheel, with CONFIG, your own files that
+CONFIG names, and those of --include; all must be in the current folder. After a
+preemption the run continues in its --workdir. Options after -- go to
+`maxmars train`; --dry-run prints the script or the JobSet, and runs nothing.
 
   maxmars launch slurm gpt2 --name run1 --workdir /shared/run1 \\
     --nodes 2 --gpus-per-node 8 -- --data.path /shared/openwebtext
@@ -65,10 +71,10 @@ prints the script or the JobSet, and runs nothing.
 `maxmars launch PLATFORM --help` lists the options, and
 `maxmars launch PLATFORM ACTION --help` those of an action."""
 
-_HANDING_ON = ("--sbatch", "--srun", "--gcloud-flag")
-_TOLD_BY_MACHINES = ("coordinator", "num_processes", "process_id")
+_PASSTHROUGH_OPTIONS = ("--sbatch", "--srun", "--gcloud-flag")
+_SET_BY_LAUNCHER = ("coordinator", "num_processes", "process_id")
 _LARGE = 20_000_000
-"""Parameters from which on a run without GPUs is hardly meant."""
+"""Number of parameters above which a run without GPUs is probably a mistake."""
 
 
 def run(argv: list[str]) -> int:
@@ -86,7 +92,7 @@ def run(argv: list[str]) -> int:
     if rest and rest[0] in platform.actions:
         target = parse_options(platform.target, rest[1:], prog=f"maxmars launch {name} {rest[0]}")
         target.check()
-        require(platform.program)
+        require_program(platform.program)
         try:
             return platform.actions[rest[0]](target) or 0
         except KeyboardInterrupt:
@@ -101,33 +107,35 @@ def run(argv: list[str]) -> int:
             f"{', '.join(platform.actions)}. A CONFIG in that place starts a run."
         )
     end = rest.index("--") if "--" in rest else len(rest)
-    given = _with_values(rest[:end])
-
     options = parse_options(
         platform.options,
-        given,
+        _join_passthrough(rest[:end]),
         prog=f"maxmars launch {name}",
-        hint=functools.partial(_of_train, f"maxmars launch {name}"),
+        hint=functools.partial(_suggest_train_option, f"maxmars launch {name}"),
     )
     return _start(platform, options, tuple(rest[end + 1 :]))
 
 
-def _of_train(prog: str, options: RunOptions, word: str, value: str | None) -> str | None:
-    """The line for an option of `maxmars train`, or a choice of CONFIG, that stands before --."""
+def _suggest_train_option(
+    prog: str, options: RunOptions, word: str, value: str | None
+) -> str | None:
+    """A hint for an option of `maxmars train`, or a choice of CONFIG, that stands before --."""
     train = TrainArguments(config=load_config(options.config))
-    ours, _ = translate_option(train, word) or (word.lstrip("-"), "")
-    field = ours.replace("-", "_")
-    if has_option(train, ours) and field not in _TOLD_BY_MACHINES:
-        given = f"--{ours}" if isinstance(getattr(train, field, None), bool) else f"--{ours} VALUE"
-        return f"`maxmars train` has --{ours}, which goes after --: `... -- {given}`."
+    option, _ = translate_option(train, word) or (word.lstrip("-"), "")
+    field = option.replace("-", "_")
+    if has_option(train, option) and field not in _SET_BY_LAUNCHER:
+        is_switch = isinstance(getattr(train, field, None), bool)
+        example = f"--{option}" if is_switch else f"--{option} VALUE"
+        return f"`maxmars train` has --{option}, which goes after --: `... -- {example}`."
     return suggest_choice(prog, options.config, word, value)
 
 
-def _with_values(words: list[str]) -> list[str]:
-    """The words, with another program's option joined to the option that hands it on."""
+def _join_passthrough(words: list[str]) -> list[str]:
+    """Join each option of another program to the option of ours that passes it on, as in
+    --sbatch=--gres=gpu:8, so that tyro takes it for a value."""
     joined: list[str] = []
     for word in words:
-        if joined and joined[-1] in _HANDING_ON and word.startswith("-"):
+        if joined and joined[-1] in _PASSTHROUGH_OPTIONS and word.startswith("-"):
             joined[-1] += f"={word}"
         else:
             joined.append(word)
@@ -135,25 +143,25 @@ def _with_values(words: list[str]) -> list[str]:
 
 
 def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
-    """Check a run as `maxmars train` would, and more, before anything is rented; then start it."""
+    """Check a run before anything is rented, as `maxmars train` would and more; then start it."""
     options.check()
     workdir, machines = options.shared_workdir(), platform.machines(options)
-    environment = take_environment(options.env)
+    environment = capture_environment(options.env)
     sources = sources_in(load_config(options.config))
     try:
         parsed = parse_arguments(TrainArguments, [options.config, *train], prog="maxmars train")
     except UsageError as error:
         raise UsageError(f"after --: {error}") from error
-    given = (parsed.workdir, parsed.coordinator, parsed.num_processes, parsed.process_id)
-    if any(value is not None for value in given):
+    placement = (parsed.workdir, parsed.coordinator, parsed.num_processes, parsed.process_id)
+    if any(value is not None for value in placement):
         raise UsageError(
-            "--workdir goes before --, and the machines tell each process its place: leave "
+            "--workdir goes before --, and the launcher gives each process its number: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
-    if (named := list(map(repr, sources_in(parsed.config)))) != list(map(repr, sources)):
+    if (parsed_sources := list(map(repr, sources_in(parsed.config)))) != list(map(repr, sources)):
         raise UsageError(
-            f"the functions {', '.join(named)} are not those that "
-            f"{options.config} names, whose files go along; name them in the config file."
+            f"the functions {', '.join(parsed_sources)} are not those that {options.config} names, "
+            "whose files go along; name them in the config file."
         )
     if machines.devices:
         mesh = choose_mesh(parsed.config.mesh, parsed.config.model, machines.network_size)
@@ -161,7 +169,7 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
     code = pack(options.config, sources=sources, scripts=options.scripts, include=options.include)
     platform.check(options, parsed.config, code)
     if not options.dry_run:
-        require(platform.program)
+        require_program(platform.program)
     job = Job(
         name=options.name,
         code=code,
@@ -169,11 +177,11 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
         train_arguments=train,
         environment=environment,
     )
-    say_size(options.name, machines.hosts, machines.chips, machines.kind, options.price)
+    print_size(options.name, machines.hosts, machines.chips, machines.kind, options.price)
     if options.dry_run:
-        print(platform.describe(options, job), end="")  # alone, as for `> run.yaml`
+        print(platform.describe(options, job), end="")  # alone on stdout, for `> run.yaml`
         values = f" and the values of {', '.join(environment)}" if environment else ""
-        remark(
+        print_stderr(
             f"dry run: nothing was started. What is printed lacks the {code.size}{values}; the "
             "same command without --dry-run brings all to the hosts."
         )
@@ -182,19 +190,19 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
 
 
 class _Machines(NamedTuple):
-    """What a run is started on."""
+    """The machines that a run asks for."""
 
     hosts: int
     chips: int
     kind: str
     devices: int
-    """As JAX counts; 0 if only the hosts know."""
+    """Number of JAX devices; 0 if unknown here, as without GPUs under SLURM."""
     network_size: int
-    """Devices that one fast network joins."""
+    """Number of devices that one fast network joins."""
     slices: int = 1
 
 
-def _slices(options: TpuOptions | GkeOptions) -> _Machines:
+def _slice_machines(options: TpuOptions | GkeOptions) -> _Machines:
     shape, slices = options.slice, options.num_slices
     return _Machines(
         hosts=slices * shape.num_hosts,
@@ -206,7 +214,7 @@ def _slices(options: TpuOptions | GkeOptions) -> _Machines:
     )
 
 
-def _nodes(options: SlurmOptions) -> _Machines:
+def _slurm_machines(options: SlurmOptions) -> _Machines:
     gpus = options.nodes * options.gpus_per_node
     return _Machines(
         hosts=options.nodes,
@@ -218,55 +226,57 @@ def _nodes(options: SlurmOptions) -> _Machines:
 
 
 def _check_tpu(options: TpuOptions, config: TrainConfig, code: PackedCode) -> None:
-    way = "mount or copy it by --setup FILE.sh"
-    check_data_reach(config, options, code, mounts=(), way=way)
-    check_packages_reach(config, options, has_package=False)
+    way_out = "mount or copy it by --setup FILE.sh"
+    check_data(config, options, code, mounts=(), way_out=way_out)
+    check_packages(config, options, shares_packages=False)
 
 
 def _check_gke(options: GkeOptions, config: TrainConfig, code: PackedCode) -> None:
     mounts = [claim.partition(":")[2] for claim in options.claim]
-    way = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
-    if options.patch is None:  # which may mount anything
-        check_data_reach(config, options, code, mounts=mounts, way=way)
+    way_out = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
+    if options.patch is None:  # a patch may mount anything
+        check_data(config, options, code, mounts=mounts, way_out=way_out)
     if options.install:
-        check_packages_reach(config, options, has_package=False)
+        check_packages(config, options, shares_packages=False)
 
 
 def _check_slurm(options: SlurmOptions, config: TrainConfig, code: PackedCode) -> None:
     size = options.gpus_per_node
-    check_gpus_reach(options)
+    check_gpus(options)
     if not options.may_have_other_packages:
-        check_packages_reach(config, options, has_package=True)
-    for option, path in data_places(config):
+        check_packages(config, options, shares_packages=True)
+    for option, path in data_paths(config):
         if not path.startswith(("gs://", "/")):
-            remark(
+            print_stderr(
                 f"warning: {option} {path} is relative: each node reads {Path.cwd() / path}, "
                 "which must be on a disk that they share"
             )
-    if not size and (count := parameters(config)) > _LARGE:
-        remark(f"warning: {count / 1e6:.0f}M parameters train on CPUs, as --gpus-per-node is 0")
+    if not size and (count := estimate_parameters(config)) > _LARGE:
+        print_stderr(
+            f"warning: {count / 1e6:.0f}M parameters train on CPUs, as --gpus-per-node is 0"
+        )
     if size and not options.asks_for_cores:
-        remark(
-            f"warning: no cores are asked for, and SLURM's default is one for {size} GPUs; "
+        print_stderr(
+            f"warning: no cores are requested, and SLURM's default is one for {size} GPUs; "
             f"add --cpus-per-task, such as {8 * (size if options.process_per == 'node' else 1)}"
         )
 
 
-def _ask_hosts(tpu: TpuVm, words: str) -> None:
-    for host, state in sorted(tpu.ask_hosts(words).items()):
+def _print_states_after(tpu: TpuVm, words: str) -> None:
+    for host, state in sorted(tpu.run_on_hosts(words).items()):
         log(f"{host}: {state}")
 
 
 def _tpu_status(tpu: TpuVm) -> None:
-    tpu = tpu.as_it_is()
+    tpu = tpu.as_deployed()
     state = tpu.state()
     log(f"{tpu.name}: {state.text}")
     if state.phase == "ready":
-        _ask_hosts(tpu, "status")
+        _print_states_after(tpu, "status")
 
 
 def _tpu_logs(tpu: TpuVm) -> None:
-    ended, _ = tpu.as_it_is().follow_log()
+    ended, _ = tpu.as_deployed().follow_log()
     if not ended:
         raise ValueError(
             f"the connection to {tpu.name} ended; `maxmars launch tpu-vm status` tells."
@@ -274,26 +284,26 @@ def _tpu_logs(tpu: TpuVm) -> None:
 
 
 def _tpu_stop(tpu: TpuVm) -> None:
-    _ask_hosts(tpu.as_it_is(), "stop")
+    _print_states_after(tpu.as_deployed(), "stop")
 
 
 def _tpu_delete(tpu: TpuVm) -> None:
-    log(f"{tpu.name}: {'deleted' if tpu.as_it_is().remove() else 'there is none'}")
+    log(f"{tpu.name}: {'deleted' if tpu.as_deployed().remove() else 'there is none'}")
 
 
 class _Platform(NamedTuple):
     program: str
-    """The user's own, which does what is asked."""
+    """The user's program that must be installed."""
     options: type[RunOptions]
-    """Options that start a run."""
+    """Options of the command that starts a run."""
     machines: Callable[[Any], _Machines]
     check: Callable[[Any, TrainConfig, PackedCode], None]
-    """Refuses what would fail there, and warns of what is unwise."""
+    """Refuses a run that would fail there, and warns of likely mistakes."""
     describe: Callable[[Any, Job], str]
-    """What a dry run prints."""
+    """Returns the text of a dry run."""
     launch: Callable[[Any, Job], int | None]
     target: type[Any]
-    """Options that name what an action is for."""
+    """Options of an action, which name its run."""
     actions: Mapping[str, Callable[[Any], int | None]]
 
 
@@ -301,7 +311,7 @@ _PLATFORMS = {
     "tpu-vm": _Platform(
         "gcloud",
         TpuOptions,
-        _slices,
+        _slice_machines,
         _check_tpu,
         tpu_vm.describe,
         tpu_vm.launch,
@@ -311,7 +321,7 @@ _PLATFORMS = {
     "gke": _Platform(
         "kubectl",
         GkeOptions,
-        _slices,
+        _slice_machines,
         _check_gke,
         gke.describe,
         gke.launch,
@@ -321,7 +331,7 @@ _PLATFORMS = {
     "slurm": _Platform(
         "sbatch",
         SlurmOptions,
-        _nodes,
+        _slurm_machines,
         _check_slurm,
         slurm.script,
         slurm.launch,

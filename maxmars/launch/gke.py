@@ -1,9 +1,9 @@
 """`maxmars launch gke`: a JobSet on a cluster with TPU or GPU nodes.
 
-What goes along travels in a ConfigMap, so that any image with a Python will do; one that has the
-packages already starts faster. Labels and names are those of XPK, whose `workload list` shows it.
-Exit codes 1 and 2 of the run, errors that a restart would meet again, fail the JobSet. Everything
-else restarts it, such as a node that is taken away, or the exit code 75 of a run that saved.
+The files that go along are in a ConfigMap, so that any image with Python will do; one that has the
+packages starts faster. Labels and names are those of XPK, whose `workload list` shows the run.
+Exit codes 1, 2 and 78 of the run, errors that a restart would meet again, fail the JobSet. Anything
+else restarts all pods, such as a node that is taken away, or exit code 75 of a run that saved.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _PIP = "python3 -m pip install --quiet --root-user-action=ignore --disable-pip-v
 _SPOT = "cloud.google.com/gke-spot"
 _MAX_CONFIG_MAP_BYTES = 1_000_000
 
-# Google's names of nodes, by its pages "Plan TPUs in GKE" and those on GPUs.
+# Values of the node labels of accelerators, by Google's page "Plan TPUs in GKE" and its pages on
+# GPUs.
 _ACCELERATORS = {
     "tpu7x": "tpu7x",
     "v6e": "tpu-v6e-slice",
@@ -62,7 +63,7 @@ _ACCELERATORS = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobSet:
-    """A JobSet by the name of its run: look at it, follow its log, delete it."""
+    """A JobSet by the name of its run: show it, follow its log, delete it."""
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars launch gke status --name run1",
@@ -70,7 +71,7 @@ class JobSet:
     )
 
     name: Annotated[str, arg(metavar="NAME")]
-    """Name of the run, which is that of its JobSet."""
+    """Name of the run, and of its JobSet."""
     namespace: Annotated[str, arg(metavar="NAMESPACE")] = "default"
     """Kubernetes namespace."""
 
@@ -78,32 +79,32 @@ class JobSet:
         """Check the words that go to kubectl.
 
         Raises:
-          UsageError: names the option that is wrong.
+          UsageError: a word is invalid; the message names the option.
         """
         check_name(self.name)
         pattern = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
         check_word(self.namespace, "--namespace", pattern, "default")
 
     def kubectl(self, *words: str) -> list[str]:
-        """A command in the namespace."""
+        """A kubectl command in the namespace."""
         return ["kubectl", *words, f"--namespace={self.namespace}"]
 
     def show_status(self) -> int:
-        """Show the JobSet's state and its pods; kubectl's exit code."""
+        """Show the JobSet and its pods; returns kubectl's exit code."""
         selector = f"--selector=jobset.sigs.k8s.io/jobset-name={self.name}"
         jobset = self.kubectl("get", f"jobset/{self.name}")
         pods = self.kubectl("get", "pods", selector, "--output=wide")
         return max(subprocess.run(command).returncode for command in (jobset, pods))
 
     def show_logs(self) -> int:
-        """Follow the first host's log; kubectl's exit code."""
+        """Follow the log of the first host; returns kubectl's exit code."""
         first = "jobset.sigs.k8s.io/job-index=0,batch.kubernetes.io/job-completion-index=0"
         selector = f"--selector=jobset.sigs.k8s.io/jobset-name={self.name},{first}"
         options = ["--follow", "--tail=-1", f"--container={_CONTAINER}"]
         return subprocess.run(self.kubectl("logs", selector, *options)).returncode
 
     def delete(self) -> None:
-        """Delete the JobSet, which stops the run, with its ConfigMap and Secret.
+        """Delete the JobSet, its ConfigMap and its Secret, which ends the run.
 
         Raises:
           ValueError: kubectl fails, for example because there is no such JobSet.
@@ -113,16 +114,17 @@ class JobSet:
         log(f"deleted JobSet {self.name}")
 
     def delete_files(self) -> list[str]:
-        """The command that deletes the ConfigMap and the Secret, if they are there."""
+        """The command that deletes the ConfigMap and the Secret, if they exist."""
         files = [f"configmap/{self.name}-source", f"secret/{self.name}-environment"]
         return self.kubectl("delete", *files, "--ignore-not-found")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GkeOptions(RunOptions, JobSet):
-    """Train on the nodes of a GKE cluster, by a JobSet. The cluster needs JobSet, as XPK's have.
+    """Train on the nodes of a GKE cluster, by a JobSet. The cluster needs the JobSet controller,
+    which clusters of XPK have.
 
-    What follows -- goes to `maxmars train`.
+    Options after -- go to `maxmars train`.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -145,31 +147,31 @@ class GkeOptions(RunOptions, JobSet):
     topology: Annotated[str, arg(metavar="TOPOLOGY")]
     """A TPU slice such as v5p:4x4x4 or v5e:4x4, or a number of GPUs such as h100:16."""
     num_slices: int = 1
-    """TPU slices of this topology, which train as one."""
+    """Number of TPU slices of this topology that train together."""
     image: Annotated[str, arg(metavar="IMAGE")] = "python:3.12"
-    """Container image with bash and Python; with the packages in it, pods start faster."""
+    """Container image with bash and Python; if it has the packages too, pods start faster."""
     install: bool = True
-    """Install the packages in each pod at each start; leave it out where the image has them, and
-    pip, by which maxmars itself is always installed."""
+    """Install the packages in each pod at each start. With --no-install the image must have them,
+    and pip, as maxmars itself is always installed."""
     claim: Annotated[tuple[str, ...], arg(metavar="CLAIM:/PATH ...")] = ()
-    """PersistentVolumeClaims to mount, with the data for example; several pods need one whose
-    accessModes have ReadWriteMany."""
+    """PersistentVolumeClaims to mount, for example with the data; for several pods their
+    accessModes must have ReadWriteMany."""
     spot: bool = False
     """Use spot nodes, which may be taken away at any time."""
     patch: Annotated[Path | None, arg(metavar="FILE.yaml")] = None
-    """A YAML file to merge into the JobSet, with a reservation, tolerations, a queue or network
-    interfaces: mappings are merged at every depth, lists of things with names (replicatedJobs,
+    """YAML file to merge into the JobSet, with a reservation, tolerations, a queue or network
+    interfaces. Mappings are merged at every depth, lists of items with names (replicatedJobs,
     containers, env, volumes) by name, volumeMounts by mountPath, tolerations by key; any other list
-    or value is replaced. The page of `maxmars launch` has an example."""
+    or value is replaced. launch/README.md has an example."""
     service_account: Annotated[str | None, arg(metavar="NAME")] = None
-    """Kubernetes service account of the pods; None takes that of the namespace."""
+    """Kubernetes service account of the pods; None takes the default of the namespace."""
 
     @functools.cached_property
     def slice(self) -> Shape:
-        """One slice, or all GPUs.
+        """Shape of one slice, or of all GPUs.
 
         Raises:
-          ValueError: there is none of that shape.
+          UsageError: there is no such shape.
         """
         return parse_shape(self.topology)
 
@@ -179,7 +181,7 @@ class GkeOptions(RunOptions, JobSet):
 
     @property
     def node_labels(self) -> dict[str, str]:
-        """Labels of the nodes to select."""
+        """Labels by which nodes are selected."""
         name, prefix = _ACCELERATORS[self.slice.kind], "cloud.google.com/gke"
         if not self.has_tpu:
             return {f"{prefix}-accelerator": name}
@@ -206,10 +208,10 @@ class GkeOptions(RunOptions, JobSet):
 
 
 def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
-    """The manifest of the JobSet.
+    """The manifest of the JobSet, merged with --patch.
 
     Raises:
-      ValueError: --patch is no mapping in YAML.
+      UsageError: --patch is no mapping in YAML.
     """
     workload = {"xpk.google.com/workload": job.name}
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
@@ -289,8 +291,8 @@ def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
         {"name": "source", "mountPath": "/maxmars-source"},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
-    for number, words in enumerate(options.claim):
-        claim, path = words.split(":")
+    for number, claim_text in enumerate(options.claim):
+        claim, path = claim_text.split(":")
         volumes.append({"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": f"claim-{number}", "mountPath": path})
     environment = [{"name": "PYTHONUNBUFFERED", "value": "1"}]
@@ -360,7 +362,7 @@ exec python3 {shlex.join(job.python_arguments())}{ranks}
 """
 
 
-# What PyYAML writes without quotes, and kubectl's parser takes for a number or a truth value.
+# Texts that PyYAML writes without quotes, and kubectl's parser takes for a number or a truth value.
 _NO_TEXT_IN_GO = re.compile(r"[-+]?\.?\d|[yYnN]$")
 
 
@@ -378,7 +380,7 @@ _Dumper.add_representer(str, _represent_string)
 
 
 def describe(options: GkeOptions, job: Job) -> str:
-    """The JobSet as YAML; its pods wait for a ConfigMap, which only a real launch creates."""
+    """The JobSet as YAML. Its pods would wait for a ConfigMap, which only a real launch creates."""
     manifest = jobset(options, job)
     return yaml.dump(manifest, Dumper=_Dumper, sort_keys=False, width=1000)
 
@@ -387,8 +389,8 @@ def launch(options: GkeOptions, job: Job) -> None:
     """Create the JobSet, with its ConfigMap and Secret.
 
     Raises:
-      ValueError: what goes along is too large for a ConfigMap, a JobSet of this name is there, or
-        kubectl fails.
+      ValueError: the files that go along are too large for a ConfigMap, a JobSet of this name
+        exists, or kubectl fails.
     """
     archive = job.code.archive
     if len(archive) > _MAX_CONFIG_MAP_BYTES:
@@ -396,13 +398,13 @@ def launch(options: GkeOptions, job: Job) -> None:
             f"what goes along packs to {len(archive) / 1e6:.1f} MB, and a ConfigMap holds 1 MB; "
             "take less by --include, and the rest from a bucket or a --claim."
         )
-    where = f"--name {job.name}"
+    name_options = f"--name {job.name}"
     if options.namespace != "default":
-        where += f" --namespace {options.namespace}"
+        name_options += f" --namespace {options.namespace}"
     if run_program(options.kubectl("get", f"jobset/{job.name}")).returncode == 0:
         raise ValueError(
-            f"there is a JobSet {job.name} already; `maxmars launch gke delete {where}` deletes it "
-            "(not its results), and the same command then continues the run."
+            f"there is a JobSet {job.name} already; `maxmars launch gke delete {name_options}` "
+            "deletes it (not its results), and the same command then continues the run."
         )
     _check_claims(options, job)
     run_program(options.delete_files())
@@ -412,27 +414,27 @@ def launch(options: GkeOptions, job: Job) -> None:
         values = {"stringData": dict(job.environment)}
         _create(options, "Secret", f"{job.name}-environment", values)
     _create(options, "JobSet", job.name, jobset(options, job))
-    log(f"see `maxmars launch gke status|logs|delete {where}`")
+    log(f"see `maxmars launch gke status|logs|delete {name_options}`")
 
 
 def _check_claims(options: GkeOptions, job: Job) -> None:
-    """Check that the PersistentVolumeClaims are there, and that all pods can mount them.
+    """Check that the PersistentVolumeClaims exist, and that all pods can mount them.
 
     Raises:
-      ValueError: pods would wait for a volume, without end.
+      ValueError: pods would wait for a volume for ever.
     """
     pods = options.num_slices * options.slice.num_hosts
-    for words in options.claim:
-        claim, _, mount = words.partition(":")
+    for claim_text in options.claim:
+        claim, _, mount = claim_text.partition(":")
         query = ["get", f"pvc/{claim}", "--output=jsonpath={.spec.accessModes}"]
         modes = run_or_fail(options.kubectl(*query))
-        needed = ["ReadWriteMany"]
+        needed = ["ReadWriteMany"]  # pods write to the workdir; other volumes may be read only
         if not PurePosixPath(job.workdir).is_relative_to(mount):
             needed.append("ReadOnlyMany")
         if pods > 1 and not any(mode in modes for mode in needed):
             raise ValueError(
-                f"--claim {words} has accessModes {modes}, and {pods} pods mount it: take one with "
-                f"{' or '.join(needed)}, such as Filestore's, or a bucket."
+                f"--claim {claim_text} has accessModes {modes}, and {pods} pods mount it: take one "
+                f"with {' or '.join(needed)}, such as Filestore's, or a bucket."
             )
 
 
@@ -441,8 +443,8 @@ def _create(
 ) -> None:
     metadata = {"name": name, "namespace": options.namespace}
     manifest = {"apiVersion": "v1", "kind": kind, "metadata": metadata} | manifest
-    # Only the user can read the file, no command line shows a secret, and unlike `kubectl apply`
-    # this leaves no copy in an annotation.
+    # By a file that only the user can read, as a command line would show a secret. `kubectl apply`
+    # would leave a copy in an annotation, unlike `create`.
     with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
         path = Path(folder) / f"{kind.lower()}.json"
         path.touch(mode=0o600)

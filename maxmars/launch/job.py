@@ -1,8 +1,9 @@
-"""A run to start elsewhere, for all three platforms.
+"""A run to start on other machines: what all three platforms share.
 
 First `RunOptions`, `Job` and `pack`: this maxmars goes along as a wheel, with the files that the
 run names. Then checks of words that go into the command lines of other programs, and calls of the
-user's own `gcloud`, `kubectl` or `sbatch`.
+user's own `gcloud`, `kubectl` or `sbatch`. Values of `--env` are secrets: they go into files that
+only the user reads, and into no command line and no log.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from maxmars.config.user_code import Source
 from maxmars.launch import wheel
 
 CONSTRAINTS = "launch-constraints.txt"
-"""File in the archive with the versions of the packages that are installed here."""
+"""File in the archive: versions of the packages that are installed here, for pip."""
 STARTS_AGAIN = """\
-# Whether a run that ended with this code is started again: 75 is saved, to go on; from 128 on, it
-# was ended by a signal. Any other error would come back, such as 78, of one process among several.
+# Whether a run that ended with this code is started again: at 75 it saved and can continue; from
+# 128 on a signal ended it. Other errors would come back, such as 78, of one of several processes.
 starts_again() {
   if (($1 == 134)); then
     echo "maxmars: exit code 134: JAX aborted, as a process was missing or no longer answered"
@@ -45,12 +46,12 @@ starts_again() {
   (($1 == 75 || $1 >= 128))
 }
 """
-"""The rule of restarts, in bash. A run that gets no further ends them itself, see `train`."""
+"""The rule of restarts, in bash. `train` itself ends a run whose restarts make no progress."""
 
 SETUP = "launch-setup.sh"
-"""File in the archive, of the user's script that runs on each host before the run."""
+"""File in the archive: the user's script that runs on each host before the run."""
 PROLOG = "launch-prolog.sh"
-"""Another, which SLURM's batch script sources."""
+"""File in the archive: the user's script that SLURM's batch script sources."""
 
 _PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 _CHOSEN_FILES = re.compile(r"(?<==)[^,:]+\.py(?=:)")  # of NAME=FILE.py:FUNCTION among the choices
@@ -62,65 +63,64 @@ class RunOptions(CheckedConfig):
     """Options of `maxmars launch PLATFORM CONFIG` on every platform."""
 
     config: Annotated[str, Positional, arg(metavar="CONFIG")]
-    """A config file with its choices, as for `maxmars train`."""
+    """Config file with its choices, as for `maxmars train`."""
     name: Annotated[str, arg(metavar="NAME")]
     """Name of the run, and of the machines and files that are created for it."""
     workdir: Annotated[str, arg(metavar="DIR")]
-    """Directory of the run's metrics and checkpoints, which every host must reach by this path. It
-    is in a bucket (gs://), or on a shared file system, mounted by --setup or --claim for example.
-    """
+    """Working directory of the run, for metrics and checkpoints. Every host must reach it by this
+    path: in a bucket (gs://), or on a shared file system, which --setup or --claim may mount."""
     env: Annotated[tuple[str, ...], arg(metavar="NAME ...")] = ()
     """Variables of your environment that the run gets, such as WANDB_API_KEY. Their values appear
     in no command and no log."""
     setup: Annotated[Path | None, arg(metavar="FILE.sh")] = None
-    """A bash script to run on each host before, for example to mount a bucket with the data."""
+    """Bash script that each host runs before the run, for example to mount a bucket with the
+    data."""
     include: Annotated[tuple[str, ...], arg(metavar="FILE ...")] = ()
-    """Files and folders of the current folder that go along, besides CONFIG, the files of your own
-    that it names, and what these import from their folders."""
+    """Further files and folders of the current folder that go along. CONFIG, your own files that it
+    names, and what these import from their folders go along without it."""
     max_restarts: NotNegative[int] = 10_000
-    """How often the run may be started again, mostly after preemptions. Ten starts in a row that
-    save fewer than ten steps each end it earlier."""
+    """Largest number of restarts, most of them after preemptions. Ten starts in a row that save
+    fewer than ten steps each end the run earlier."""
     price: Annotated[Positive[float] | None, arg(metavar="MONEY")] = None
-    """Price of one chip or GPU for an hour, in any currency: what the machines cost an hour is then
-    said before they are asked for."""
+    """Price of one chip or GPU for an hour, in any currency. The cost of all machines for an hour
+    is then printed before they are requested."""
     dry_run: bool = False
-    """Print the script or the JobSet alone, without what goes along, and run nothing."""
+    """Print only the script or the JobSet, without the files that go along, and run nothing."""
 
     def shared_workdir(self) -> str:
-        """The working directory, which means the same on every host.
+        """The working directory as a path that is valid on every host.
 
         Raises:
-          UsageError: it is neither an absolute path nor in a bucket.
+          UsageError: the path is neither absolute nor in a bucket.
         """
         example = "/mnt/runs/run1, a path that every host reaches, or gs://bucket/run1"
         return check_word(self.workdir, "--workdir", r"(gs://[^/\s]+)?/[^\s\x00-\x1f]*", example)
 
     @property
     def scripts(self) -> dict[str, Path]:
-        """The user's scripts that go along, by their names in the archive."""
+        """Scripts of the user that go along, by their names in the archive."""
         return {} if self.setup is None else {SETUP: self.setup}
 
 
 @dataclass(frozen=True)
 class PackedCode:
-    """What travels: maxmars as a wheel, and files of the folder in which the user is."""
+    """The files that go along: maxmars as a wheel, and files of the current folder."""
 
     contents: Mapping[str, bytes] = field(repr=False)
-    """Of the files, by their paths relative to the folder, none of which leads out of it; with the
-    wheel, `wheel.NAME`."""
+    """Contents by path, relative to the current folder and within it; the wheel is `wheel.NAME`."""
     config: str
-    """The name of a config of maxmars, or the path of the user's relative to the folder."""
+    """Name of a config of maxmars, or path of the user's config relative to the folder."""
     choices: str
-    """Those of CONFIG, with the user's files relative to the folder; "" if it has none."""
+    """Choices of CONFIG, with the user's files relative to the folder; "" if there are none."""
 
     def config_in(self, directory: Path) -> str:
-        """CONFIG with the user's files in the directory where they were unpacked."""
+        """CONFIG with paths below the directory where the files are unpacked."""
         config = str(directory / self.config) if self.config.endswith(".py") else self.config
         choices = _CHOSEN_FILES.sub(lambda match: str(directory / match[0]), self.choices)
         return f"{config}:{choices}" if choices else config
 
     def has(self, path: str) -> bool:
-        """Whether a relative path, from the top, is that of a file or a folder in the archive."""
+        """Whether a path relative to the current folder is a file or a folder in the archive."""
         return any(PurePosixPath(name).is_relative_to(path) for name in self.contents)
 
     @functools.cached_property
@@ -138,7 +138,7 @@ class PackedCode:
         return file.getvalue()
 
     def write(self, folder: Path) -> None:
-        """Write the files into a new folder, as they are in the archive."""
+        """Write the files of the archive into a new folder."""
         for name, content in self.contents.items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ class PackedCode:
 
     @property
     def digest(self) -> str:
-        """Tells this archive from others."""
+        """First 16 hex digits of the archive's SHA-256."""
         return hashlib.sha256(self.archive).hexdigest()[:16]
 
     @property
@@ -157,10 +157,10 @@ class PackedCode:
 
     @property
     def size(self) -> str:
-        """What it is, and its size, for the user."""
-        maxmars_is = f"{wheel.NAME} (SHA-256 {self.wheel_sha256[:16]})"
+        """The wheel, the number of files and their size as text for the user."""
+        maxmars_wheel = f"{wheel.NAME} (SHA-256 {self.wheel_sha256[:16]})"
         others = len(self.contents) - 1
-        return f"{maxmars_is} and {others} other files, {len(self.archive) / 1000:.0f} kB"
+        return f"{maxmars_wheel} and {others} other files, {len(self.archive) / 1000:.0f} kB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,18 +171,18 @@ class Job:
     code: PackedCode
     workdir: str
     train_arguments: tuple[str, ...]
-    """The words after CONFIG and --workdir on the command line of `maxmars train`."""
+    """Words after CONFIG and --workdir on the command line of `maxmars train`."""
     environment: Mapping[str, str] = field(repr=False)
-    """Variables that the run gets. Their values are secrets: they go into no command and no log."""
+    """Environment variables of the run, whose values are secrets."""
 
     def python_arguments(self, directory: Path = Path()) -> list[str]:
-        """The words after `python` on each process's command line.
+        """Words after `python` on the command line of each process.
 
         Args:
-          directory: where the archive is unpacked, relative to where the process starts.
+          directory: folder of the unpacked archive, relative to where the process starts.
         """
         config = self.code.config_in(directory)
-        # -P: a file in the folder where the process starts hides no module.
+        # -P: no file in the folder where the process starts hides a module.
         train = ["-P", "-m", "maxmars", "train", config, "--workdir", self.workdir]
         return [*train, *self.train_arguments]
 
@@ -194,19 +194,19 @@ def pack(
     scripts: Mapping[str, Path] = MappingProxyType({}),
     include: Sequence[str] = (),
 ) -> PackedCode:
-    """Pack this maxmars as a wheel, and files of the current folder, where a run starts elsewhere.
+    """Pack this maxmars as a wheel, with the files of the current folder that a run needs.
 
     Args:
-      config: CONFIG of `maxmars train`; its file, unless maxmars has it, goes along with what it
-        imports from its folder.
-      sources: the functions of the user's own that the config names, whose files do as well.
+      config: CONFIG of `maxmars train`; a config file of the user's is packed with what it imports
+        from its folder.
+      sources: functions of the user's own that the config names; their files are packed likewise.
       scripts: bash scripts, by their names in the archive.
-      include: further files, and folders with all in them that is not hidden.
+      include: further files, and folders, without hidden files.
 
     Raises:
-      UsageError: a file lies outside of the folder, or imports another one that does not go along.
-      ValueError: it is too much.
-      FileNotFoundError: there is no such file.
+      UsageError: a file lies outside of the current folder, or imports one that is not packed.
+      ValueError: the files are larger than 50 MB.
+      FileNotFoundError: a file does not exist.
     """
     config_file, choices = find_config(config)
     contents = {wheel.NAME: wheel.make_wheel()}
@@ -227,7 +227,8 @@ def pack(
             "read it from a bucket or a shared disk."
         )
     contents |= {name: path.read_bytes() for name, path in included.items()}
-    # Packages elsewhere get the versions that are installed, and so were tried, here.
+    # The hosts get the versions that are installed, and so were tried, here. One with a "+" is a
+    # local build, which no index has.
     versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
     lines = [f"{package}=={v}\n" for package, v in versions.items() if "+" not in v]
     contents[CONSTRAINTS] = "".join(lines).encode()
@@ -240,10 +241,10 @@ def _in_folder(path: Path) -> str:
     """A path relative to the current folder.
 
     Raises:
-      UsageError: it lies elsewhere.
+      UsageError: the path lies outside of the folder.
     """
     relative = os.path.relpath(path)
-    if relative.startswith(".."):  # or a link leads to the folder
+    if relative.startswith(".."):  # perhaps a link leads into the folder
         relative = os.path.relpath(path.parent.resolve() / path.name)
     if relative.startswith(".."):
         raise UsageError(
@@ -254,7 +255,7 @@ def _in_folder(path: Path) -> str:
 
 
 def _files_in(path: Path) -> list[Path]:
-    """The file, or all in a folder that is not hidden."""
+    """The file itself, or all files of a folder that are not hidden."""
     if not path.is_dir():
         return [path]
     hidden = re.compile(r"(^|/)(\.|__pycache__)")
@@ -263,11 +264,11 @@ def _files_in(path: Path) -> list[Path]:
 
 
 def _with_imports(name: str, files: Files, others: Files) -> dict[str, bytes]:
-    """A file and what it imports (`files_of`), by their paths relative to the current folder.
+    """A file and what it imports (`files_of`), by paths relative to the current folder.
 
     Raises:
-      UsageError: one imports a module of the current folder that is neither its own nor one of
-        `others`, which `python -m maxmars` finds here, and hosts would not.
+      UsageError: a file imports a module of the current folder that is neither in its own folder
+        nor in `others`: `python -m maxmars` finds the module here, but would not on the hosts.
     """
     folder = Path(name).parent
     for file, text in files.items():
@@ -288,10 +289,10 @@ def _mode(name: str) -> int:
 
 
 def check_word(value: str, what: str, pattern: str, example: str) -> str:
-    """The value, if all of it matches the pattern.
+    """Return a value that fully matches a pattern.
 
     Raises:
-      UsageError: it does not; names `what` and the example.
+      UsageError: the value does not match; the message has `what` and the example.
     """
     if re.fullmatch(pattern, value) is None:
         raise UsageError(f"{what}={value!r} does not look like {example}.")
@@ -299,16 +300,16 @@ def check_word(value: str, what: str, pattern: str, example: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """The name of a run, which becomes that of machines: lower-case letters, digits and hyphens."""
+    """Check that the name of a run can be that of machines."""
     example = "run-1: a letter, then letters, digits and hyphens, all lower case, at most 40"
     check_word(name, "--name", r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", example)
 
 
-def take_environment(names: Sequence[str]) -> dict[str, str]:
-    """Values of these variables here.
+def capture_environment(names: Sequence[str]) -> dict[str, str]:
+    """Values of environment variables of this process, by name.
 
     Raises:
-      UsageError: a name that cannot be one, a variable that is not set, or one of several lines.
+      UsageError: a name is invalid, or a variable is not set, or has several lines.
     """
     taken = {}
     for name in names:
@@ -334,11 +335,11 @@ _INSTALL = {
 }
 
 
-def require(program: str) -> None:
+def require_program(program: str) -> None:
     """Check that a program is on PATH.
 
     Raises:
-      FileNotFoundError: it is not; says how to install it.
+      FileNotFoundError: the program is not; the message says how to install it.
     """
     if shutil.which(program) is None:
         raise FileNotFoundError(f"there is no `{program}` on PATH: {_INSTALL[program]}.")
@@ -349,8 +350,9 @@ def run_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
 
 
-def problem(done: subprocess.CompletedProcess[str]) -> str:
-    """Why a program failed, in one line: its error from `ERROR` on, the last lines, or its code."""
+def failure_message(done: subprocess.CompletedProcess[str]) -> str:
+    """One line on why a program failed: standard error from `ERROR` on, else its last lines, else
+    the exit code."""
     if "attribute [project]" in done.stderr:
         return "gcloud knows no project: give --project ID, or run `gcloud config set project ID`"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
@@ -359,14 +361,14 @@ def problem(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def run_or_fail(command: Sequence[str]) -> str:
-    """The standard output of a command.
+    """Run a command and return its standard output.
 
     Raises:
-      ValueError: the command failed; says what it wrote to standard error.
+      ValueError: the command failed; the message has its standard error.
     """
     done = run_program(command)
     if done.returncode != 0:
-        raise ValueError(f"`{' '.join(command[:4])} ...` failed: {problem(done)}")
+        raise ValueError(f"`{' '.join(command[:4])} ...` failed: {failure_message(done)}")
     return done.stdout
 
 
@@ -375,13 +377,13 @@ def log(text: str) -> None:
     print(text, flush=True)
 
 
-def remark(text: str) -> None:
-    """Print a line that is no part of what a dry run prints, which is YAML or bash."""
+def print_stderr(text: str) -> None:
+    """Print a line to standard error, as the standard output of a dry run is YAML or bash."""
     print(text, file=sys.stderr, flush=True)
 
 
-def say_size(name: str, hosts: int, chips: int, kind: str, price: float | None) -> None:
-    """Say what a run is about to ask for, and with a price of a chip and hour what it costs."""
+def print_size(name: str, hosts: int, chips: int, kind: str, price: float | None) -> None:
+    """Print the number of hosts and chips of a run, and with a price the cost an hour."""
     cost = "" if price is None else f", {price * chips:,.2f} an hour"
     plural = "s" if hosts > 1 else ""
-    remark(f"{name}: {hosts} host{plural}, {chips} x {kind}{cost}")
+    print_stderr(f"{name}: {hosts} host{plural}, {chips} x {kind}{cost}")

@@ -1,9 +1,9 @@
 """`maxmars launch slurm`: a batch script that queues itself again until the run is done.
 
-The run uses this Python, and a copy of maxmars and of its own files beside its results, so that
-later edits change nothing. Before its time limit, and when SLURM preempts it, the job gets SIGTERM;
-the run saves and exits with 75, and the script asks SLURM to queue its job again, unless the job
-was told not to be.
+The run uses this Python, with a copy of maxmars and of the user's files beside the results, so that
+later edits change nothing. Before the time limit, and when SLURM preempts the job, the job gets
+SIGTERM; the run saves and exits with 75, and the script asks SLURM to requeue its own job, unless
+`stop` has set Requeue=0. `script` is the whole of it, in bash.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from maxmars.launch.job import (
     run_or_fail,
 )
 
-_PACKAGE = "package"  # in the copy: the unpacked wheel
-_SAVING_S = 180  # before the time limit
+_PACKAGE = "package"  # folder of the unpacked wheel in the copy
+_SAVING_S = 180  # time to save before the time limit
 _WORD = r"[]\w.,:/=@+%&|*()[~^!-]+"  # an #SBATCH line takes no quotes
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmName:
-    """SLURM jobs by the name of their run: look at them, or stop the run, which saves first."""
+    """Jobs of SLURM by the name of their run: show them, or stop the run, which saves first."""
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars launch slurm status --name run1",
@@ -50,13 +50,13 @@ class SlurmName:
     )
 
     name: Annotated[str, arg(metavar="NAME")]
-    """Name of the run, which is that of its jobs."""
+    """Name of the run, and of its jobs."""
 
     def check(self) -> None:
         """Check the words that go to SLURM.
 
         Raises:
-          UsageError: names the option that is wrong.
+          UsageError: a word is invalid; the message names the option.
         """
         pattern = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}"
         check_word(self.name, "--name", pattern, "run-1: letters, digits and _ . -")
@@ -66,12 +66,12 @@ class SlurmName:
         return [f"--user={getpass.getuser()}", f"--name={self.name}"]
 
     def show_status(self) -> int:
-        """Show the user's jobs of this name; squeue's exit code."""
+        """Show the user's jobs of this name; returns squeue's exit code."""
         return subprocess.run(["squeue", *self._jobs]).returncode
 
     def stop(self) -> None:
-        """End the user's jobs of this name. One that trains saves first, however long that takes:
-        scancel without a signal would kill it after SLURM's KillWait.
+        """End the user's jobs of this name. A job that trains saves first and takes its time; a
+        plain scancel would kill it after SLURM's KillWait.
 
         Raises:
           ValueError: a program of SLURM fails.
@@ -79,12 +79,12 @@ class SlurmName:
         states = "--states=PENDING,CONFIGURING,RUNNING,SUSPENDED"
         listed = run_or_fail(["squeue", *self._jobs, states, "--noheader", "--format=%A"])
         jobs = listed.split()
-        for job in jobs:  # first, or one that saves would be queued again
+        for job in jobs:  # first, or a job that saves would be queued again
             run_or_fail(["scontrol", "update", f"JobId={job}", "Requeue=0"])
         for job in jobs:
             steps = run_or_fail(["squeue", "--steps", f"--jobs={job}", "--noheader"])
             if re.search(rf"^ *{job}\.\d+ ", steps, re.M):
-                run_or_fail(["scancel", "--signal=TERM", job])  # its steps, not the batch script
+                run_or_fail(["scancel", "--signal=TERM", job])  # to the steps, not the batch script
                 log(f"job {job}: asked to save; it ends then, and is not queued again")
             else:
                 run_or_fail(["scancel", job])
@@ -95,9 +95,10 @@ class SlurmName:
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions(RunOptions, SlurmName):
-    """Train under SLURM. The job is queued again before its time ends, until all steps are done.
+    """Train under SLURM. At its time limit the job saves and is queued again, until all steps are
+    done.
 
-    What follows -- goes to `maxmars train`.
+    Options after -- go to `maxmars train`.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -120,31 +121,31 @@ class SlurmOptions(RunOptions, SlurmName):
     nodes: Positive[int] = 1
     """Number of nodes."""
     gpus_per_node: NotNegative[int] = 0
-    """GPUs of each node."""
+    """Number of GPUs of each node."""
     process_per: Literal["node", "gpu"] = "node"
-    """Whether a process takes all GPUs of its node, or one."""
+    """Processes of the run: one for each node, with all its GPUs, or one for each GPU."""
     cpus_per_task: Positive[int] | None = None
-    """Cores for each process."""
+    """Number of cores for each process."""
     mem: str | None = None
-    """Memory of each node."""
+    """Memory of each node, such as 200G."""
     time: str | None = None
-    """Time limit, such as 24:00:00; the run saves before, and continues in a new job."""
+    """Time limit of a job, such as 24:00:00; before it the run saves, and a new job continues."""
     partition: str | None = None
-    """SLURM's partition."""
+    """Partition of the job."""
     account: str | None = None
-    """SLURM's account."""
+    """Account of the job."""
     qos: str | None = None
-    """SLURM's quality of service."""
+    """Quality of service of the job."""
     constraint: str | None = None
     """Features of the nodes, such as `h100&ib`."""
     sbatch: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="OPTION")] = ()
-    """Any other option of sbatch, as one word: --sbatch=--gres=gpu:8. May be repeated."""
+    """Another option of sbatch, as one word: --sbatch=--gres=gpu:8. May be repeated."""
     srun: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="OPTION")] = ()
-    """Any other option of the srun that trains, as one word: --srun=--container-image=IMAGE. May be
+    """Another option of the srun that trains, as one word: --srun=--container-image=IMAGE. May be
     repeated."""
     prolog: Annotated[Path | None, arg(metavar="FILE.sh")] = None
-    """A bash script that the batch script sources: what it exports, such as `module load` does,
-    reaches --setup and the run."""
+    """Bash script that the batch script sources. Variables that it exports, for example by `module
+    load`, reach --setup and the run."""
 
     def check(self) -> None:
         super().check()
@@ -179,23 +180,24 @@ class SlurmOptions(RunOptions, SlurmName):
 
     @property
     def may_have_other_packages(self) -> bool:
-        """Whether the run may have others than this Python, by --setup, --prolog or a container."""
+        """Whether --setup, --prolog or a container may give the run other packages than those of
+        this Python, which are unknown here."""
         scripts = self.setup is not None or self.prolog is not None
         return scripts or any(option.startswith("--container") for option in self.srun)
 
     @property
-    def asked_gpus(self) -> str | None:
-        """The option that asks for GPUs; None where none does."""
+    def gpu_option(self) -> str | None:
+        """The option that requests GPUs; None if there is none."""
         if self.gpus_per_node:
             return f"--gpus-per-node {self.gpus_per_node}"
         others = (o for o in self.sbatch if re.match(r"--(gpus|gres=.*gpu)", o))
         return next((f"--sbatch {option}" for option in others), None)
 
     def shared_workdir(self) -> str:
-        """As it may stand in the script's #SBATCH lines, where quoting is impossible.
+        """The working directory as an absolute path for #SBATCH lines, where quotes are impossible.
 
         Raises:
-          UsageError: it is in a bucket, or has other characters.
+          UsageError: the path is in a bucket, or has characters that need quotes.
         """
         if self.workdir.startswith("gs:"):
             raise UsageError(
@@ -211,7 +213,7 @@ class SlurmOptions(RunOptions, SlurmName):
 
 
 def script(options: SlurmOptions, job: Job) -> str:
-    """The batch script. The run's relative paths begin in the current directory."""
+    """The batch script of a job. Relative paths of the run begin in the current directory."""
     copy = _copy_of_code(job)
     sbatch = {
         "job-name": job.name,
@@ -249,7 +251,7 @@ def script(options: SlurmOptions, job: Job) -> str:
 cd {shlex.quote(os.getcwd())} || exit
 {prolog}
 set -uo pipefail
-# srun does not take it from the job by itself.
+# srun does not inherit this option of the job.
 [[ -z ${{SLURM_CPUS_PER_TASK:-}} ]] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 export PYTHONPATH={shlex.quote(f"{copy}/{_PACKAGE}")}${{PYTHONPATH:+:$PYTHONPATH}}
 export PYTHONUNBUFFERED=1
@@ -280,13 +282,13 @@ exit "$code"
 
 
 def launch(options: SlurmOptions, job: Job) -> None:
-    """Write the code and the script, and submit it.
+    """Write the code and the batch script, and submit the script.
 
     Raises:
-      ValueError: sbatch refuses.
+      ValueError: sbatch refuses the script.
     """
     copy = _copy_of_code(job)
-    if not copy.exists():
+    if not copy.exists():  # complete, as it is renamed at the end
         part = copy.with_name(f"{copy.name}.part{os.getpid()}")
         job.code.write(part)
         _unpack(part / _PACKAGE, job, origin=copy / wheel.NAME)
@@ -304,7 +306,7 @@ def _copy_of_code(job: Job) -> Path:
 
 
 def _unpack(folder: Path, job: Job, origin: Path) -> None:
-    """Unpack the wheel, with the note that pip makes of where a package came from (PEP 610)."""
+    """Unpack the wheel, with the direct_url.json that pip would write (PEP 610)."""
     with zipfile.ZipFile(folder.parent / wheel.NAME) as archive:
         archive.extractall(folder)
     (info,) = folder.glob("*.dist-info")

@@ -1,14 +1,14 @@
 """`maxmars launch tpu-vm`: a run on the hosts of a TPU, started again after each preemption.
 
-The run goes on without this program, which creates the TPU, copies the code, starts every host
-at once and shows the log; run again, it takes up where things stand. The hosts start the run again
-by themselves. Only a TPU that was preempted needs this program, to be created anew, and a host that
-was rebooted.
+This program creates the TPU, copies the code, starts every host at once and shows the log. The run
+goes on without it, and the hosts restart the run by themselves; but only this program recreates a
+preempted TPU, or starts a run again on a rebooted host. Given again, it continues from the state
+that it finds.
 
-`TpuVm` writes the `gcloud` commands for one TPU and reads its state. A TPU is one slice, a node of
-Google's, or several slices of one queued resource, which the data center's network joins: each
-host's metadata then says which slice it is of, as libtpu and JAX read. `bring_to_its_end` is the
-loop of a run. `host.sh` is the script that runs on each host.
+`TpuVm` writes the `gcloud` commands for one TPU and reads its state. A TPU is one slice (a node, in
+Google's words), or several slices of one queued resource, joined by the data center's network; each
+host then learns from its metadata, by libtpu and JAX, which slice it belongs to. `_Watch` and
+`run_to_completion` are the loop of a run. `host.sh` is the script on each host.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from maxmars.launch.job import (
     RunOptions,
     check_name,
     check_word,
+    failure_message,
     log,
-    problem,
     run_program,
 )
 
-_STOPPED = 75  # exit code of a run that was stopped and can go on
-_END_S = 180  # for the last host to end after the first
+_STOPPED = 75  # exit code of a run that was stopped and can continue
+_LAST_HOST_S = 180  # longest wait for the last host after the first has ended
 _CAPACITY = ("capacity", "resource_exhausted", "stockout")
-# What gcloud says when another try would fail as well: at once, and where ssh never worked.
+# Errors of gcloud that a retry would meet again, also those of ssh.
 _NO_PERMISSION = re.compile(
     r"not present in the SSH agent|PERMISSION_DENIED|does not have permission|"
     r"Required '[\w.]+' permission|HttpError\D{0,20}403|not authorized",
@@ -57,7 +57,7 @@ _NO_PERMISSION = re.compile(
 )
 _REPORT = re.compile(r"\[maxmars-host\] (\S+) (\S.*)$")
 
-# Of the hosts, by Google's page "TPU software versions".
+# Runtime versions of the hosts, by Google's page "TPU software versions".
 _SOFTWARE = {
     "v6e": "v2-alpha-tpuv6e",
     "v5p": "v2-alpha-tpuv5",
@@ -82,11 +82,11 @@ _PHASES: dict[str, Phase] = {
     "HIDDEN": "failed",
     "FAILED": "failed",
 }
-_WORST: tuple[Phase, ...] = ("ready", "coming", "leaving", "gone", "failed")
+_PHASES_BY_BADNESS: tuple[Phase, ...] = ("ready", "coming", "leaving", "gone", "failed")
 
 
 class UnansweredError(ValueError):
-    """gcloud failed, and may work later, as when Google's service is overloaded."""
+    """gcloud failed, and may succeed later, as when Google's service is overloaded."""
 
     tries: ClassVar[int] = 30
 
@@ -103,14 +103,14 @@ class State:
 
     phase: Phase
     text: str
-    """Google's own word, and its reason if it gives one."""
+    """Google's word for the state, with the reason if there is one."""
     num_hosts: int = 0
-    """Of all slices."""
+    """Number of hosts of all slices."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TpuVm:
-    """A TPU by the name of its run: look at it, follow its log, stop the run, delete it."""
+    """A TPU by the name of its run: show it, follow its log, stop the run, delete it."""
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
         "maxmars launch tpu-vm status --name run1 --zone us-east5-a",
@@ -118,27 +118,27 @@ class TpuVm:
     )
 
     name: Annotated[str, arg(metavar="NAME")]
-    """Name of the run, which is that of its TPU."""
+    """Name of the run, and of its TPU."""
     zone: Annotated[str, arg(metavar="ZONE")]
     """Zone of the TPU, such as us-east5-a."""
     project: Annotated[str | None, arg(metavar="ID")] = None
-    """Google Cloud project; None takes gcloud's own."""
+    """Google Cloud project; None takes the default of gcloud."""
     tunnel_through_iap: bool = False
-    """Reach the hosts by Google's Identity-Aware Proxy, as those without an external address."""
+    """Reach the hosts by Google's Identity-Aware Proxy, for hosts without an external address."""
     internal_ip: bool = False
     """Reach the hosts by their internal addresses, from a machine in their network."""
     alpha: bool = False
-    """Use `gcloud alpha`, for flags that only it has."""
+    """Use `gcloud alpha`, for flags that only the alpha release has."""
     queued: Suppress[bool | None] = None
-    """Whether it was asked for by a queued resource; None if that is not known."""
+    """Whether the TPU belongs to a queued resource; None if unknown."""
     num_slices: Suppress[int] = 1
-    """Nodes of the queued resource."""
+    """Number of nodes of the queued resource."""
 
     def check(self) -> None:
         """Check the words that go to gcloud.
 
         Raises:
-          UsageError: names the option that is wrong.
+          UsageError: a word is invalid; the message names the option.
         """
         check_name(self.name)
         if self.tunnel_through_iap and self.internal_ip:
@@ -150,13 +150,13 @@ class TpuVm:
             check_word(self.project, "--project", project, "my-project, a project's ID")
 
     @property
-    def where(self) -> str:
-        """The options of `maxmars launch tpu-vm ACTION` that name this TPU."""
+    def action_options(self) -> str:
+        """Options of `maxmars launch tpu-vm ACTION` that name this TPU."""
         project = "" if self.project is None else f" --project {self.project}"
         return f"--name {self.name} --zone {self.zone}{project}"
 
     def gcloud(self, kind: Kind, *words: str, alpha: bool = False) -> list[str]:
-        """A command on TPUs in the zone."""
+        """A gcloud command on TPUs in the zone."""
         project = [] if self.project is None else [f"--project={self.project}"]
         release = ["alpha"] if alpha or self.alpha else []
         where = [f"--zone={self.zone}", *project]
@@ -173,32 +173,32 @@ class TpuVm:
 
     def copy(self, files: Sequence[str]) -> list[str]:
         """The command that copies files to the home directory on every host."""
-        return self._on_hosts("scp", [*files, f"{self.name}:"])
+        return self._host_command("scp", [*files, f"{self.name}:"])
 
     def ssh(self, words: str, *, worker: Literal["all", "0"] = "all") -> list[str]:
-        """The command that gives words to host.sh on all hosts at once, or on the first."""
+        """The command that runs host.sh with words on all hosts at once, or on the first."""
         command = f"--command=bash maxmars-{self.name}.sh {words}"
-        alive = "--ssh-flag=-oServerAliveInterval=30"  # notices that a host is gone
-        return self._on_hosts("ssh", [self.name], command, alive, worker=worker)
+        alive = "--ssh-flag=-oServerAliveInterval=30"  # ends the connection if the host is gone
+        return self._host_command("ssh", [self.name], command, alive, worker=worker)
 
-    def _on_hosts(
+    def _host_command(
         self, verb: str, words: Sequence[str], *options: str, worker: str = "all"
     ) -> list[str]:
-        iap = self.tunnel_through_iap  # which `gcloud compute tpus tpu-vm` does not know yet
+        iap = self.tunnel_through_iap  # so far only an option of `gcloud alpha`
         way = ["--tunnel-through-iap"] if iap else ["--internal-ip"] if self.internal_ip else []
         options = (f"--worker={worker}", *way, *options, "--quiet")
         if self.num_slices == 1:
             return self.gcloud("tpu-vm", verb, *words, *options, alpha=iap)
         node = f"--node={worker}"
-        # Of several slices the queued resource has the name, and `--node` chooses among them.
+        # Several slices share the name of their queued resource, and `--node` chooses among them.
         return self.gcloud("queued-resources", verb, *words, node, *options, alpha=iap)
 
     def get(self, kind: Kind, node: str | None = None) -> dict[str, Any] | None:
-        """What Google knows of the queued resource, the TPU or one of its slices; None if it is not
-        there.
+        """Google's description of the queued resource, the TPU or one of its slices; None if it
+        does not exist.
 
         Raises:
-          ValueError: gcloud cannot tell.
+          ValueError: gcloud fails.
         """
         command = self.describe(kind, node)
         done = run_program(command)
@@ -206,28 +206,28 @@ class TpuVm:
             return json.loads(done.stdout)
         if "NOT_FOUND" in done.stderr or "was not found" in done.stderr:
             return None
-        raise _failed(command, done)
+        raise _gcloud_error(command, done)
 
-    def as_it_is(self) -> TpuVm:
-        """The same TPU as Google knows it: whether by a queued resource, and its slices.
+    def as_deployed(self) -> TpuVm:
+        """This TPU with `queued` and `num_slices` as Google has them.
 
         Raises:
-          ValueError: gcloud cannot tell.
+          ValueError: gcloud fails.
         """
         queued = self.get("queued-resources")
-        slices = 1 if queued is None else max(1, len(_slices(queued)))
+        slices = 1 if queued is None else max(1, len(_node_names(queued)))
         return dataclasses.replace(self, queued=queued is not None, num_slices=slices)
 
     def state(self) -> State:
-        """Ask for the state of the TPU, and of its queued resource if it has one.
+        """State of the TPU, or of its queued resource if that is not active.
 
         Raises:
-          ValueError: gcloud cannot tell, or it has another number of slices.
+          ValueError: gcloud fails, or the TPU has another number of slices.
         """
         nodes = [self.name]
         queued = None if self.queued is False else self.get("queued-resources")
         if queued is not None:
-            nodes = _slices(queued) or nodes
+            nodes = _node_names(queued) or nodes
             if len(nodes) != self.num_slices:
                 raise ValueError(
                     f"--num-slices={self.num_slices}, but {self.name} is there with {len(nodes)}; "
@@ -251,29 +251,29 @@ class TpuVm:
             text = f"{'TPU' if len(nodes) == 1 else name} {word}"
             num_hosts = max(1, len(node.get("networkEndpoints") or []))
             states.append(State(_PHASES.get(word, "coming"), text, num_hosts))
-        # Slices train together, so all are as well off as the worst of them.
-        worst = max(states, key=lambda state: _WORST.index(state.phase))
+        # Slices train together, so the worst of them decides.
+        worst = max(states, key=lambda state: _PHASES_BY_BADNESS.index(state.phase))
         ready = len(nodes) > 1 and worst.phase == "ready"
         text = f"{len(nodes)} slices READY" if ready else worst.text
         return State(worst.phase, text, sum(state.num_hosts for state in states))
 
     def remove(self) -> bool:
-        """Delete the TPU and its queued resource; whether there was one.
+        """Delete the TPU and its queued resource; returns whether there was one.
 
         Raises:
-          ValueError: gcloud cannot delete it.
+          ValueError: gcloud fails.
         """
         kinds: tuple[Kind, ...] = ("queued-resources", "tpu-vm")
         for kind in kinds[1:] if self.queued is False else kinds:
             if self.get(kind) is not None:
                 command = self.delete(kind)
                 if (done := run_program(command)).returncode != 0:
-                    raise _failed(command, done)
+                    raise _gcloud_error(command, done)
                 return True
         return False
 
-    def ask_hosts(self, words: str) -> dict[str, str]:
-        """State of each host that answers, after a command of host.sh.
+    def run_on_hosts(self, words: str) -> dict[str, str]:
+        """Run a command of host.sh on the hosts; returns the state of each host that answers.
 
         Raises:
           ValueError: no host answers.
@@ -281,17 +281,17 @@ class TpuVm:
         done = run_program(self.ssh(words))
         states = _read_reports(done.stdout.splitlines())
         if not states:
-            raise ValueError(f"no host of {self.name} answered: {problem(done)}")
+            raise ValueError(f"no host of {self.name} answered: {failure_message(done)}")
         return states
 
-    def follow_log(self, seen: int = 0) -> tuple[bool, int]:
-        """Show the first host's log, without its first `seen` lines, until its process ends.
+    def follow_log(self, lines_shown: int = 0) -> tuple[bool, int]:
+        """Print the first host's log, after its first `lines_shown` lines, until its process ends.
 
         Returns:
-          False if the connection ended before the process, and the number of lines shown so far.
+          Whether the process has ended (else the connection has), and the number of lines shown.
         """
         with subprocess.Popen(
-            self.ssh(f"follow {seen}", worker="0"),
+            self.ssh(f"follow {lines_shown}", worker="0"),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -300,21 +300,21 @@ class TpuVm:
             assert ssh.stdout is not None
             for line in ssh.stdout:
                 if _REPORT.search(line):
-                    return True, seen
+                    return True, lines_shown
                 number, tab, text = line.rstrip("\n").partition("\t")
-                if tab and number.isdecimal() and int(number) > seen:
-                    seen = int(number)
+                if tab and number.isdecimal() and int(number) > lines_shown:
+                    lines_shown = int(number)
                     log(text)
-        return False, seen
+        return False, lines_shown
 
 
-def _failed(command: Sequence[str], done: subprocess.CompletedProcess[str]) -> ValueError:
-    text = f"`{' '.join(command[:5])} ...` failed: {problem(done)}"
+def _gcloud_error(command: Sequence[str], done: subprocess.CompletedProcess[str]) -> ValueError:
+    text = f"`{' '.join(command[:5])} ...` failed: {failure_message(done)}"
     return ValueError(text) if _NO_PERMISSION.search(done.stderr) else UnansweredError(text)
 
 
-def _slices(queued: dict[str, Any]) -> list[str]:
-    """Names of the nodes of a queued resource. Several of one specification have a number and a
+def _node_names(queued: dict[str, Any]) -> list[str]:
+    """Names of the nodes of a queued resource. A specification of several nodes has a count and a
     prefix in place of a name."""
     names = []
     for spec in queued.get("tpu", {}).get("nodeSpec", []):
@@ -328,15 +328,16 @@ def _slices(queued: dict[str, Any]) -> list[str]:
 
 
 def _read_reports(lines: Iterable[str]) -> dict[str, str]:
-    """States that hosts report, by host."""
+    """States in the report lines of hosts, by host."""
     return {match[1]: match[2] for line in lines if (match := _REPORT.search(line))}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TpuOptions(RunOptions, TpuVm):
-    """Train on a TPU, which is created if need be; the same command again takes up the run.
+    """Train on a TPU, which is created if it does not exist; the same command again continues the
+    run.
 
-    What follows -- goes to `maxmars train`.
+    Options after -- go to `maxmars train`.
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -357,25 +358,24 @@ class TpuOptions(RunOptions, TpuVm):
     )
 
     accelerator: Annotated[str, arg(metavar="TYPE")]
-    """Kind and size: v5p-128, v5litepod-16, v6e-64, v4-32; or its chips, as for `maxmars plan`:
+    """Type of the TPU: v5p-128, v5litepod-16, v6e-64, v4-32; or its chips, as for `maxmars plan`:
     v5p:4x4x4."""
     num_slices: int = 1
-    """TPUs of this kind that train as one, each a slice. Needs --queued, and a mesh.data (the only
-    axis between slices) that is a multiple of it."""
+    """Number of TPU slices of this type that train together. Needs --queued, and a mesh.data (the
+    only axis between slices) that is a multiple of it."""
     spot: bool = False
-    """Cheaper, and may be taken away at any time; it is then created anew."""
+    """Take a spot TPU, which is cheaper and may be preempted at any time; it is then recreated."""
     queued: bool = False
-    """Ask by a queued resource, which waits until there is capacity."""
+    """Request the TPU by a queued resource, which waits for capacity."""
     runtime_version: Annotated[str | None, arg(metavar="VERSION")] = None
-    """Software of the hosts; None takes Google's choice for JAX on this kind."""
+    """Software version of the hosts; None takes Google's choice for JAX on this type."""
     gcloud_flag: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="FLAG")] = ()
-    """Any other flag of gcloud's `create`, as one word: --gcloud-flag=--reserved. May be
-    repeated."""
+    """Another flag of gcloud's `create`, as one word: --gcloud-flag=--reserved. May be repeated."""
     delete_when_done: bool = False
     """Delete the TPU when all steps are done; it costs until it is deleted."""
     poll_s: Annotated[Positive[float], arg(metavar="SECONDS")] = 20.0
-    """Seconds between two questions for the TPU's state, before ssh is tried again, and before a
-    host starts the run again."""
+    """Seconds between two looks at the TPU's state, before a retry of ssh, and before a host
+    restarts the run."""
 
     def check(self) -> None:
         super().check()
@@ -400,15 +400,15 @@ class TpuOptions(RunOptions, TpuVm):
 
     @functools.cached_property
     def slice(self) -> Shape:
-        """One slice.
+        """Shape of one slice.
 
         Raises:
-          UsageError: there is none of that name.
+          UsageError: there is no such TPU.
         """
         return parse_shape(self.accelerator, "--accelerator")
 
     def create(self) -> list[str]:
-        """The command that creates the TPU, or the request for it."""
+        """The command that creates the TPU, or its queued resource."""
         version = self.runtime_version or _SOFTWARE[self.slice.kind]
         spot = ["--spot"] if self.spot else []
         own = [f"--accelerator-type={self.slice.tpu_type}", *spot]
@@ -422,13 +422,121 @@ class TpuOptions(RunOptions, TpuVm):
         return self.gcloud("queued-resources", *words, *options)
 
 
-def bring_to_its_end(tpu: TpuOptions, job: Job) -> int:
-    """Look at the TPU and its hosts, do the one thing that is missing, and look again.
+@dataclass
+class _Watch:
+    """A look at a TPU and its hosts, and the next action. Nothing is stored between two calls of
+    the command, so that it may be given again after this program was killed."""
 
-    Nothing is remembered from before, so that the same command may be given again after this
-    program was killed. A host answers a command of host.sh by a line such as
-    `[maxmars-host] t1v-n-3 exited 0`. The run itself refuses starts that come to nothing, by an
-    error of its own.
+    tpu: TpuOptions
+    job: Job
+    starts: int = 0
+    """Starts of the run, seen or made here, with creations for lack of capacity."""
+    shown_state: str = ""
+    lines_shown: int = 0
+    """Lines of the first host's log that are on the screen."""
+    has_answered: bool = False
+    is_copied: bool = False
+    is_new: bool = False
+    """Whether this program created the TPU and has not started the run on it."""
+    is_followed: bool = False
+    """Whether the run was started or found under way here, so that its log is shown."""
+    is_done: bool = False
+
+    @property
+    def delete_command(self) -> str:
+        return f"`maxmars launch tpu-vm delete {self.tpu.action_options}`"
+
+    @property
+    def cost(self) -> str:
+        return f"The TPU costs until {self.delete_command}."
+
+    def step(self) -> int | None:
+        """Look at the TPU, and do the one thing that is missing.
+
+        Returns:
+          The exit code of this program if the run has ended, else None.
+
+        Raises:
+          UnansweredError: gcloud or a host did not answer; call again.
+          ValueError: see `run_to_completion`.
+        """
+        if self.is_done:  # before a look, after which a TPU that is gone would be created anew
+            self.tpu.remove()
+            log(f"deleted the TPU {self.tpu.name}")
+            return 0
+        state = self.tpu.state()
+        self.has_answered = True
+        if state.text != self.shown_state:
+            log(f"{self.tpu.name}: {state.text}")
+            self.shown_state = state.text
+        if state.phase == "ready":
+            return self._step_on_hosts(state.num_hosts)
+        self.is_copied = self.is_followed = False  # a TPU under repair may get new disks
+        if state.phase == "failed":
+            raise ValueError(
+                f"{self.tpu.name} is of no use: {state.text}. Delete it with {self.delete_command} "
+                "and launch again."
+            )
+        if state.phase == "missing":
+            self._count_start("the TPU is not there")
+            self.is_new = True
+            _create(self.tpu, is_first=self.starts == 1)
+        elif state.phase == "gone":
+            self.tpu.remove()
+        else:
+            time.sleep(self.tpu.poll_s)
+        return None
+
+    def _step_on_hosts(self, num_hosts: int) -> int | None:
+        """Copy the code, start the run or follow it, on a TPU that is ready; see `step`."""
+        lines_before, has_ended = self.lines_shown, False
+        if not self.is_copied:
+            _copy(self.tpu, self.job, num_hosts)
+            self.is_copied = True
+        if self.is_followed:
+            has_ended, self.lines_shown = self.tpu.follow_log(self.lines_shown)
+        # The last host may end some time after the first.
+        command = f"wait {_LAST_HOST_S}" if has_ended else "status"
+        states = _run_on_every_host(self.tpu, command, num_hosts)
+        all_under_way = all(map(_is_under_way, states.values()))
+        if self.is_followed:
+            is_cut = self.lines_shown > lines_before and not has_ended  # the log has more lines
+            if is_cut or all_under_way:
+                time.sleep(self.tpu.poll_s)  # as the hosts do between two starts
+            elif self.tpu.state().phase == "ready":  # not taken away meanwhile
+                code = _exit_code(self.tpu, self.job, states, self.cost)
+                self.is_done = code == 0 and self.tpu.delete_when_done
+                self.is_followed = False
+                return None if self.is_done else code
+            return None
+        if all_under_way:
+            log(f"the run is already under way on {num_hosts} hosts")
+            self.starts = max(self.starts, 1)
+        else:
+            if not self.is_new:
+                self._count_start("not every host has a process")
+            _start(self.tpu, states, num_hosts)
+        self.is_new, self.is_followed, self.lines_shown = False, True, 0
+        return None
+
+    def _count_start(self, reason: str) -> None:
+        """Count a start. Raises a ValueError beyond --max-restarts."""
+        most = self.tpu.max_restarts
+        if self.starts > most:
+            raise ValueError(
+                f"{reason}, and --max-restarts {most} are used up; the same command continues the "
+                f"run. {self.cost}"
+            )
+        if self.starts:
+            log(f"{reason}; restart {self.starts} of at most {most}")
+        self.starts += 1
+
+
+def run_to_completion(tpu: TpuOptions, job: Job) -> int:
+    """Watch a run to its end: look, do the one thing that is missing, and look again.
+
+    A host answers a command of host.sh by a line such as `[maxmars-host] t1v-n-3 exited 0`. The run
+    itself ends with an error if its restarts make no progress.
 
     Returns:
       0 when all steps are done, 75 after `stop`.
@@ -436,174 +544,115 @@ def bring_to_its_end(tpu: TpuOptions, job: Job) -> int:
     Raises:
       ValueError: the run failed, the TPU cannot be had or reached, or too many restarts.
     """
-    delete = f"`maxmars launch tpu-vm delete {tpu.where}`"
-    cost = f"The TPU costs until {delete}."
-    starts = 0  # of the run, seen or made here, and creations for lack of capacity
-    failures: Counter[type] = Counter()  # of gcloud and of ssh, one after another
-    seen = 0  # lines of the first host's log
-    shown, answered = "", False
-    copied = is_new = is_watched = is_done = False
-
-    def count_start(reason: str) -> int:
-        if starts > tpu.max_restarts:
-            raise ValueError(
-                f"{reason}, and --max-restarts {tpu.max_restarts} are used up; the same command "
-                f"continues the run. {cost}"
-            )
-        if starts:
-            log(f"{reason}; restart {starts} of at most {tpu.max_restarts}")
-        return starts + 1
-
+    watch = _Watch(tpu, job)
+    failures: Counter[type] = Counter()  # consecutive ones, of gcloud and of ssh
     while True:
         try:
-            if is_done:  # before a look, after which a TPU that is gone would be created anew
-                tpu.remove()
-                log(f"deleted the TPU {tpu.name}")
-                return 0
-            state = tpu.state()
-            answered = True
-            if state.text != shown:
-                log(f"{tpu.name}: {state.text}")
-                shown = state.text
-            if state.phase != "ready":  # also while it is repaired: the disks may be new then
-                copied = is_watched = False
-            match state.phase:
-                case "missing":
-                    starts, is_new = count_start("the TPU is not there"), True
-                    _create(tpu, is_first=starts == 1)
-                case "gone":
-                    tpu.remove()
-                case "failed":
-                    raise ValueError(
-                        f"{tpu.name} is of no use: {state.text}. Delete it with {delete} and "
-                        "launch again."
-                    )
-                case "ready":
-                    hosts, before, has_ended = state.num_hosts, seen, False
-                    if not copied:
-                        _copy(tpu, job, hosts)
-                        copied = True
-                    if is_watched:
-                        has_ended, seen = tpu.follow_log(seen)
-                    # The last host may end some time after the first.
-                    states = _on_all(tpu, f"wait {_END_S}" if has_ended else "status", hosts)
-                    is_cut = seen > before and not has_ended  # there are more lines
-                    if is_watched and (is_cut or all(map(_is_under_way, states.values()))):
-                        time.sleep(tpu.poll_s)  # as the hosts do between two starts
-                    elif is_watched:
-                        if tpu.state().phase == "ready":  # not taken away meanwhile
-                            code = _end(tpu, job, states, cost)
-                            is_done = code == 0 and tpu.delete_when_done
-                            if code is not None and not is_done:
-                                return code
-                            is_watched = False
-                    else:
-                        if all(map(_is_under_way, states.values())):
-                            log(f"the run is already under way on {hosts} hosts")
-                            starts = max(starts, 1)
-                        else:
-                            if not is_new:
-                                starts = count_start("not every host has a process")
-                            _start(tpu, states, hosts)
-                        is_new, is_watched, seen = False, True, 0
-                case _:
-                    time.sleep(tpu.poll_s)
+            if (code := watch.step()) is not None:
+                return code
             failures.clear()
         except UnansweredError as error:
             failures[type(error)] += 1
-            # A first question that fails shows a wrong project or no network, for which the user is
-            # still there. In a run of days one answer that stays away is nothing.
-            if not answered:
+            # The first call fails for a wrong project or without a network, while the user is still
+            # at the terminal. In a run of days one missing answer means nothing.
+            if not watch.has_answered:
                 raise
             if failures[type(error)] >= error.tries:
                 raise ValueError(
-                    f"{error}. The same command tries again; {delete} ends the TPU, which costs "
-                    "until then, and has the next launch make a new one."
+                    f"{error}. The same command tries again; {watch.delete_command} ends the TPU, "
+                    "which costs until then, and has the next launch make a new one."
                 ) from error
             log(f"{error}; trying again")
             time.sleep(tpu.poll_s)
 
 
 def _create(tpu: TpuOptions, *, is_first: bool) -> None:
-    """Create the TPU, if there is capacity."""
+    """Create the TPU, if there is capacity.
+
+    Raises:
+      ValueError: gcloud fails; for lack of capacity only if this is the first creation.
+    """
     verb = "asking for" if tpu.queued else "creating"
     count = "a" if tpu.num_slices == 1 else f"{tpu.num_slices} slices of"
     log(f"{tpu.name}: {verb} {count} {'spot ' if tpu.spot else ''}{tpu.accelerator}")
     done = run_program(tpu.create())
     if done.returncode == 0 or "ALREADY_EXISTS" in done.stderr:
         return
-    # A preempted TPU often finds no capacity for some minutes. Before the first start the user
-    # should hear of it.
+    # After a preemption there often is no capacity for some minutes, but at the first start the
+    # user should know.
     short = any(word in done.stderr.lower() for word in _CAPACITY)
     if not short or is_first:
         hint = " --queued waits for capacity." if short and not tpu.queued else ""
-        raise ValueError(f"gcloud could not create {tpu.name}: {problem(done)}.{hint}")
+        raise ValueError(f"gcloud could not create {tpu.name}: {failure_message(done)}.{hint}")
     log("there is no capacity")
     time.sleep(tpu.poll_s)
 
 
-def _copy(tpu: TpuOptions, job: Job, hosts: int) -> None:
-    """Copy the source, host.sh and the environment to every host."""
+def _copy(tpu: TpuOptions, job: Job, num_hosts: int) -> None:
+    """Copy the archive, host.sh and the environment to every host."""
     with tempfile.TemporaryDirectory(prefix="maxmars-launch-") as folder:
         done = run_program(tpu.copy(_write_files(tpu, job, Path(folder))))
     if done.returncode:
-        _on_all(tpu, "status", hosts)  # tells how many hosts fail, if some do
-        raise UnreachedError(f"scp fails ({problem(done)})")
+        # Raises with the number of hosts that answer, unless all do.
+        _run_on_every_host(tpu, "status", num_hosts)
+        raise UnreachedError(f"scp fails ({failure_message(done)})")
 
 
-def _start(tpu: TpuOptions, states: Mapping[str, str], hosts: int) -> None:
-    """Have a process on every host, all started at once: they meet at the coordinator."""
-    if any(map(_is_under_way, states.values())):  # on some of them only
-        _on_all(tpu, "kill", hosts)
-    log(f"installing on {hosts} hosts")
-    installed = _on_all(tpu, "install", hosts, show=True)
+def _start(tpu: TpuOptions, states: Mapping[str, str], num_hosts: int) -> None:
+    """Start a process on every host, all at once, as they join at the coordinator."""
+    if any(map(_is_under_way, states.values())):  # on some hosts only
+        _run_on_every_host(tpu, "kill", num_hosts)
+    log(f"installing on {num_hosts} hosts")
+    installed = _run_on_every_host(tpu, "install", num_hosts, show=True)
     failed = [host for host, state in installed.items() if state != "installed"]
     if failed:
         raise ValueError(f"could not install on {', '.join(sorted(failed))}: see above.")
-    log(f"starting on {hosts} hosts")
-    _on_all(tpu, "start", hosts)
+    log(f"starting on {num_hosts} hosts")
+    _run_on_every_host(tpu, "start", num_hosts)
 
 
-def _end(tpu: TpuOptions, job: Job, states: Mapping[str, str], cost: str) -> int | None:
-    """The exit code where the run has ended on all hosts; None where hosts have lost it, as by a
-    reboot.
+def _exit_code(tpu: TpuOptions, job: Job, states: Mapping[str, str], cost: str) -> int | None:
+    """Exit code of this program for a run that is not under way on all hosts; None if hosts have
+    lost it, as by a reboot, so that it must be started again.
 
     Raises:
       ValueError: the run failed.
     """
-    different = set(states.values())
-    if different == {"exited 0"}:
+    distinct = set(states.values())
+    if distinct == {"exited 0"}:
         log(f"done: all steps; results are in {job.workdir}")
         if not tpu.delete_when_done:
             log(cost)
         return 0
-    if any(state.startswith("stopped") for state in different):
+    if any(state.startswith("stopped") for state in distinct):
         log(f"the run was stopped and saved; the same command continues. {cost}")
         return _STOPPED
-    if not any(state.startswith("exited") for state in different - {"exited 0"}):
+    if not any(state.startswith("exited") for state in distinct - {"exited 0"}):
         return None
-    _on_all(tpu, "kill", len(states))  # the others would wait for the one that failed
+    _run_on_every_host(tpu, "kill", len(states))  # others would wait for the host that failed
     listed = ", ".join(f"{host} {state}" for host, state in sorted(states.items()))
     raise ValueError(
         f"the run failed ({listed}); its log is above, each host's in {job.workdir}/logs. {cost}"
     )
 
 
-def _on_all(tpu: TpuOptions, words: str, hosts: int, *, show: bool = False) -> dict[str, str]:
-    """State of every host after a command of host.sh, whose output is shown or not.
+def _run_on_every_host(
+    tpu: TpuOptions, words: str, num_hosts: int, *, show: bool = False
+) -> dict[str, str]:
+    """Run a command of host.sh on every host; returns the state of each. `show` prints the output.
 
     Raises:
       UnreachedError: not every host answers.
-      ValueError: nor will it.
+      ValueError: a host refuses access, so that a retry is useless.
     """
     done = run_program(tpu.ssh(words))
     lines = done.stdout.splitlines()
     states = _read_reports(lines)
-    if len(states) < hosts:
-        text = f"{len(states)} of {hosts} hosts answered by ssh ({problem(done)})"
+    if len(states) < num_hosts:
+        text = f"{len(states)} of {num_hosts} hosts answered by ssh ({failure_message(done)})"
         if _NO_PERMISSION.search(done.stderr):
             raise ValueError(
-                f"{text}. The TPU costs until `maxmars launch tpu-vm delete {tpu.where}`."
+                f"{text}. The TPU costs until `maxmars launch tpu-vm delete {tpu.action_options}`."
             )
         raise UnreachedError(text)
     for line in lines if show else ():
@@ -617,13 +666,14 @@ def _is_under_way(state: str) -> bool:
 
 
 def launch(options: TpuOptions, job: Job) -> int:
-    """Bring a run to its end, also one that is under way; its exit code, or 130 after Ctrl-C.
+    """Watch a run to its end, also one that is under way; returns its exit code, or 130 after
+    Ctrl-C.
 
     Raises:
-      ValueError: see `bring_to_its_end`.
+      ValueError: see `run_to_completion`.
     """
     try:
-        return bring_to_its_end(options, job)
+        return run_to_completion(options, job)
     except KeyboardInterrupt:
         log(
             "\nno longer watching: the run goes on, but nothing restarts it after a preemption. "
@@ -633,7 +683,7 @@ def launch(options: TpuOptions, job: Job) -> int:
 
 
 def host_script(options: TpuOptions, job: Job) -> str:
-    """The script on each host: the values of this run, then host.sh."""
+    """The script for each host: the values of this run, then host.sh."""
     values = {
         "name": job.name,
         "digest": job.code.digest,
@@ -655,7 +705,7 @@ def _environment_file(environment: Iterable[tuple[str, str]]) -> str:
 
 
 def _file_names(job: Job) -> list[str]:
-    """Files in the home directory of each host: the source, the script, the environment."""
+    """Files in the home directory of each host: the archive, the script, the environment."""
     return [f"maxmars-{job.name}{end}" for end in (".tar.gz", ".sh", ".env")]
 
 
@@ -669,7 +719,7 @@ def _write_files(options: TpuOptions, job: Job, folder: Path) -> list[str]:
 
 
 def _here_document(name: str, text: str) -> str:
-    """A bash command that writes a text, which ends with a newline, to a file as it is."""
+    """A bash command that writes a text, which ends with a newline, to a file without changes."""
     end, lines = "END_OF_FILE", text.split("\n")
     while end in lines:  # an argument of the run may hold such a line
         end += "_"
@@ -677,7 +727,7 @@ def _here_document(name: str, text: str) -> str:
 
 
 def describe(options: TpuOptions, job: Job) -> str:
-    """All commands and files, as a bash script without secrets."""
+    """All commands and files of a launch as a bash script, without secrets."""
     archive, script, environment = files = _file_names(job)
     kind: Kind = "queued-resources" if options.queued else "tpu-vm"
     return f"""\

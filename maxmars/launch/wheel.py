@@ -1,5 +1,9 @@
-"""The maxmars that runs here as a wheel, which pip installs on other machines: of a checkout, or of
-what was installed."""
+"""The running maxmars as a wheel, for pip on other machines.
+
+It is made of the files of a checkout as they are now, or of an installation. No build backend runs:
+a wheel is a zip file with METADATA, WHEEL and RECORD (the binary distribution format of PyPA), and
+the same files give the same bytes, so that its SHA-256 names the code in records.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +25,8 @@ _COMMANDS = "[console_scripts]\nmaxmars = maxmars.cli:main\n"
 
 
 def make_wheel() -> bytes:
-    """The content of the wheel `NAME`. The same files give the same bytes: they stand in order,
-    without dates, and uncompressed, as the archive around the wheel is compressed."""
+    """The content of the wheel `NAME`: sorted files without dates, and not compressed, as the
+    archive around the wheel is."""
     package = Path(maxmars.__file__).resolve().parent
     root = package.parent
     code = [p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
@@ -38,7 +42,7 @@ def make_wheel() -> bytes:
     wheel = io.BytesIO()
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, content in sorted(files.items()):
-            member = zipfile.ZipInfo(name)  # of 1980-01-01
+            member = zipfile.ZipInfo(name)  # dated 1980-01-01
             member.external_attr = 0o644 << 16
             archive.writestr(member, content)
     return wheel.getvalue()
@@ -50,8 +54,8 @@ def _digest(content: bytes) -> str:
 
 
 def _metadata(root: Path) -> str:
-    """What pip reads of the packages that maxmars needs."""
-    if (root / "maxmars/config/files").is_dir():  # else a checkout, see `named_configs`
+    """METADATA of the wheel, with the packages that maxmars needs."""
+    if (root / "maxmars/config/files").is_dir():  # an installation, see `named_configs`
         return (root / _INFO / "METADATA").read_text()
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     lines = ["Metadata-Version: 2.1", "Name: maxmars", f"Version: {maxmars.__version__}"]

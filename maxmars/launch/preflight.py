@@ -1,4 +1,9 @@
-"""What would fail on other machines only after they were asked for, and what is unwise there."""
+"""Checks of a run before machines are requested: data, packages, keys and GPUs.
+
+Without them the run would fail on its hosts, minutes or days later, when a queue has granted them.
+Only what this machine can know is checked: a user's --setup or --patch may mount and install
+anything, so with one of them most checks pass.
+"""
 
 from __future__ import annotations
 
@@ -27,70 +32,70 @@ _TRACKERS = {"wandb": "log.wandb", "tensorboardX": "log.tensorboard"}
 _KEY = "WANDB_API_KEY"
 
 
-def data_places(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """The directories of tokens and files of text that a config names, each behind its option."""
+def data_paths(config: TrainConfig) -> Iterator[tuple[str, str]]:
+    """Options and paths of the directories of tokens and files of text that a config names."""
     data = config.data
     if isinstance(data, TokenShardsConfig):
         yield "--data.path", data.path
     elif isinstance(data, MixtureConfig):
         parts = (part for part in data.parts if isinstance(part, MixturePart))
         yield from (("--data.path", part.path) for part in parts)
-    places = (one.place for one in config.eval.data)
-    yield from (("--eval.data", place) for place in places if isinstance(place, str))
+    paths = (one.place for one in config.eval.data)
+    yield from (("--eval.data", path) for path in paths if isinstance(path, str))
 
 
-def check_data_reach(
+def check_data(
     config: TrainConfig,
     options: RunOptions,
     code: PackedCode,
     *,
     mounts: Sequence[str],
-    way: str,
+    way_out: str,
 ) -> None:
-    """Check that machines elsewhere find the data: in a bucket, in what goes along, or where
-    `mounts` or the user's own --setup put them.
+    """Check that the hosts find the data: in a bucket, among the files that go along, or below one
+    of `mounts`; with --setup everything passes.
 
     Raises:
-      UsageError: they do not; `way` says what would bring them there.
+      UsageError: the hosts do not find a path; the message has `way_out`, how to bring it there.
     """
     if options.setup is not None:
         return
-    for option, path in data_places(config):
+    for option, path in data_paths(config):
         is_mounted = any(PurePosixPath(path).is_relative_to(mount) for mount in mounts)
         if not (path.startswith("gs://") or is_mounted or code.has(path)):
             raise UsageError(
                 f"{option} {path} is a path of this machine, and nothing brings it to the "
-                f"hosts; name one in a bucket, such as gs://BUCKET/tokens, {way}, or "
+                f"hosts; name one in a bucket, such as gs://BUCKET/tokens, {way_out}, or "
                 "take a small one of this folder along by --include."
             )
 
 
-def check_packages_reach(config: TrainConfig, options: RunOptions, *, has_package: bool) -> None:
-    """Check that the run's Python elsewhere has the packages, and the key, of the trackers that the
-    run asks for. Where the hosts have what is installed here, also import the user's files, here.
+def check_packages(config: TrainConfig, options: RunOptions, *, shares_packages: bool) -> None:
+    """Check that the hosts have the packages and the key of the run's trackers. Where the hosts
+    have the packages of this Python, also import the user's files here.
 
     Args:
-      config: of the run.
-      options: of the launch; what --setup installs and exports is not known here.
-      has_package: whether the hosts have what is installed here, or more.
+      config: config of the run.
+      options: options of the launch; with --setup everything passes.
+      shares_packages: whether the hosts have at least the packages that are installed here.
 
     Raises:
-      UsageError: a package or the key of Weights & Biases is missing there. Any other
+      UsageError: a package or the key of Weights & Biases is missing on the hosts. Any other
         exception is that of `Source.load`.
     """
     if options.setup is not None:
         return
-    for source in sources_in(config) if has_package else ():
+    for source in sources_in(config) if shares_packages else ():
         source.load()
     log = config.log
     wanted = {"wandb": log.wandb is not None, "tensorboardX": log.tensorboard}
     for package, field in _TRACKERS.items():
-        if wanted[package] and not (has_package and importlib.util.find_spec(package)):
+        if wanted[package] and not (shares_packages and importlib.util.find_spec(package)):
             raise UsageError(
                 f"--{field} needs the package {package}, which the run's Python does not have; "
                 "install it there, on hosts elsewhere by --setup FILE.sh, or leave it out."
             )
-    if log.wandb == "online" and _KEY not in options.env and not (has_package and _has_key()):
+    if log.wandb == "online" and _KEY not in options.env and not (shares_packages and _has_key()):
         raise UsageError(
             f"--log.wandb online needs a key, which the hosts do not have: set {_KEY} here and add "
             f"--env {_KEY}, or take --log.wandb offline."
@@ -98,42 +103,42 @@ def check_packages_reach(config: TrainConfig, options: RunOptions, *, has_packag
 
 
 def _has_key() -> bool:
-    """Whether Weights & Biases finds a key here."""
+    """Whether Weights & Biases finds a key on this machine."""
     homes = (Path.home() / ".netrc", Path(os.environ.get("NETRC", "")))
     return _KEY in os.environ or any(path.is_file() for path in homes)
 
 
-def check_gpus_reach(options: SlurmOptions) -> None:
-    """Check that the JAX of this Python, which the run uses, can use the job's GPUs.
+def check_gpus(options: SlurmOptions) -> None:
+    """Check that the JAX of this Python, which a SLURM job uses, can use the job's GPUs.
 
     Raises:
       UsageError: JAX would train on CPUs.
     """
-    asked = options.asked_gpus
-    if asked is None or options.may_have_other_packages:  # which are not known here
+    gpu_option = options.gpu_option
+    if gpu_option is None or options.may_have_other_packages:
         return
-    platforms = os.environ.get("JAX_PLATFORMS", "")  # which the job inherits
+    platforms = os.environ.get("JAX_PLATFORMS", "")  # the job inherits it
     if platforms.partition(",")[0] == "cpu":
         raise UsageError(
-            f"{asked}, and JAX_PLATFORMS={platforms} is set, by which the run would train on CPUs: "
-            "unset it."
+            f"{gpu_option}, and JAX_PLATFORMS={platforms} is set, by which the run would train on "
+            "CPUs: unset it."
         )
     if not _has_jax_plugin():
         raise UsageError(
-            f"{asked}, and the JAX of {sys.executable}, which the run uses, has no CUDA and would "
-            f"train on CPUs: {pip_install('cuda')}."
+            f"{gpu_option}, and the JAX of {sys.executable}, which the run uses, has no CUDA and "
+            f"would train on CPUs: {pip_install('cuda')}."
         )
 
 
 def _has_jax_plugin() -> bool:
-    """Whether JAX finds a plugin, without which it knows CPUs and TPUs alone."""
+    """Whether JAX finds a plugin; without one it knows only CPUs and TPUs."""
     spec = importlib.util.find_spec("jax_plugins")  # a namespace package
     folders = [] if spec is None else spec.submodule_search_locations or []
     return bool(entry_points(group="jax_plugins")) or any(pkgutil.iter_modules(folders))
 
 
-def parameters(config: TrainConfig) -> int:
-    """Parameters of a GPT-2, about; 0 of another model."""
+def estimate_parameters(config: TrainConfig) -> int:
+    """Approximate number of parameters of a GPT-2; 0 for another model."""
     model = config.model
     if not isinstance(model, GPT2Config):
         return 0
