@@ -129,7 +129,7 @@ class SlurmOptions(RunOptions, SlurmName):
     mem: str | None = None
     """Memory of each node, such as 200G."""
     time: str | None = None
-    """Time limit of a job, such as 24:00:00; before it the run saves, and a new job continues."""
+    """Time limit, such as 24:00:00; before it the run saves, and its job is queued again."""
     partition: str | None = None
     """Partition of the job."""
     account: str | None = None
