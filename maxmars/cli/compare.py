@@ -79,8 +79,8 @@ class CompareArguments(ConfigArguments, SearchConfig):
     workdir: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of the comparison, on a disk (required)."""
     optimizers: Annotated[tuple[str, ...], tyro.conf.arg(metavar="A B ...")] = ()
-    """Values of the config file's choice `optimizer`; each makes a contender. FILE.py:make, whose
-    path is relative to the working directory, makes a contender called FILE."""
+    """Values of the config file's choice `optimizer`; each makes a contender. FILE.py:make, with a
+    path relative to the working directory, makes a contender called FILE."""
     learning_rates: Annotated[tuple[float, ...], tyro.conf.arg(metavar="RATE ...")] = ()
     """Learning rates that all contenders try first, such as 1e-3 3e-3. Without this option each
     contender tries its own learning rate times 1/2, 1, 2 and 4."""
@@ -157,12 +157,11 @@ def _make_comparison(argv: list[str]) -> tuple[CompareArguments, Comparison]:
     else:
         parsed = _parse_for_optimizers(argv, optimizers)
     arguments = next(iter(parsed.values()))
-    search_options = {name: getattr(arguments, name) for name in _SEARCH_FIELDS}
     try:
         config = ComparisonConfig(
             contenders={name: _without_evaluations(a.config) for name, a in parsed.items()},
             grids={} if from_file is None else from_file.grids,
-            **search_options,
+            **{name: getattr(arguments, name) for name in _SEARCH_FIELDS},
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -198,22 +197,14 @@ def _make_comparison(argv: list[str]) -> tuple[CompareArguments, Comparison]:
 
 
 def _comparison_dir(arguments: CompareArguments) -> Path:
-    """The directory of the comparison.
-
-    Raises:
-      UsageError: --workdir is missing, or in a bucket.
-    """
+    """The directory of the comparison."""
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished trials are kept.")
     return _local_path("--workdir", arguments.workdir)
 
 
 def _local_path(option: str, path: str) -> Path:
-    """The directory that an option names.
-
-    Raises:
-      UsageError: the directory is in a bucket.
-    """
+    """The directory that an option names; a UsageError if it is in a bucket."""
     from maxmars.distributed.files import is_remote, resolve
 
     if is_remote(path):
@@ -309,10 +300,9 @@ class ReportArguments(CheckedConfig):
     """Draw losses, learning rates and norms of runs, as figures and one Markdown page.
 
     A RUN is the working directory of a `maxmars train`, also in a bucket, or of a `maxmars
-    compare`, whose contenders are drawn at their best settings. If all RUNs are comparisons, the
-    report is that of `maxmars compare`, also before they are complete; for several comparisons it
-    has a column with their names. curves.csv has the numbers of the curves, and more. Figures need
-    matplotlib (extra `report`).
+    compare`, whose contenders are drawn at their best settings. If all RUNs are comparisons, also
+    incomplete ones, the report is that of `maxmars compare`. curves.csv has the numbers of the
+    curves, and more. Figures need matplotlib (extra `report`).
     """
 
     EXAMPLES: ClassVar[tuple[str, ...]] = (
@@ -333,11 +323,7 @@ class ReportArguments(CheckedConfig):
 
 
 def _labelled_runs(arguments: ReportArguments) -> dict[str, Any]:
-    """Directories of the RUNs, by label.
-
-    Raises:
-      UsageError: a RUN or a label is given twice, or --out or a label is missing.
-    """
+    """Directories of the RUNs, by label."""
     from maxmars.distributed.files import is_remote, resolve
 
     paths = [resolve(text) for text in arguments.runs]
@@ -378,10 +364,8 @@ def run_report(argv: list[str]) -> int:
         from maxmars.distributed.files import is_remote
 
     runs = _labelled_runs(arguments)
-    if arguments.out is None:  # there is one RUN then, on a disk
-        out = Path(next(iter(runs.values())))
-    else:
-        out = _local_path("--out", arguments.out)
+    first = Path(next(iter(runs.values())))
+    out = first if arguments.out is None else _local_path("--out", arguments.out)
     comparisons = {
         name: summarize(Path(path))
         for name, path in runs.items()
@@ -422,8 +406,7 @@ def run_report(argv: list[str]) -> int:
 def _default_labels(paths: Sequence[PurePath]) -> list[str]:
     """Names of runs and comparisons: the last parts of each path, as many as make it unique; at
     least two, with the contender, for a trial of a comparison."""
-    is_trial = [path.parts[-3:-2] == ("cells",) for path in paths]
-    lengths = [2 if within else 1 for within in is_trial]
+    lengths = [2 if path.parts[-3:-2] == ("cells",) else 1 for path in paths]
     while True:
         names = ["/".join(p.parts[-n:]) for p, n in zip(paths, lengths, strict=True)]
         if len(set(names)) == len(names):
@@ -438,8 +421,7 @@ def _refuse_commas(flag: str, words: Sequence[str]) -> None:
 
 
 def _without_evaluations(config: TrainConfig) -> TrainConfig:
-    """The config of a contender for trials, which compute the validation loss and no other
-    evaluation."""
+    """The config of a contender for trials, whose only evaluation is the validation loss."""
     evaluation = dataclasses.replace(config.eval, hellaswag_every=None, own=None, data=())
     if evaluation.every is None:
         evaluation = dataclasses.replace(evaluation, every=config.num_steps)
@@ -450,12 +432,7 @@ def _without_evaluations(config: TrainConfig) -> TrainConfig:
 def _make_contenders(
     config: ComparisonConfig, arguments: CompareArguments
 ) -> tuple[Contender, ...]:
-    """Make the contenders, with a grid for each tuned field that the contender has.
-
-    Raises:
-      UsageError: no contender has a field of --tune, or a contender lacks a field for which the
-        file gives it values.
-    """
+    """Make the contenders, with a grid for each tuned field that the contender has."""
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
@@ -515,10 +492,8 @@ def _advise_fields(config: TrainConfig, tuned: Sequence[str], lacking: Sequence[
         make = config.optimizer.source
         defaults = ", ".join(f"{field}=NUMBER" for field in lacking)
         if make.file:
-            return (
-                f" To tune it too, give {make.function} of {make.file} the keyword defaults "
-                f"{defaults}."
-            )
+            function = f"{make.function} of {make.file}"
+            return f" To tune it too, give {function} the keyword defaults {defaults}."
     others = [field for field in fields_of(config) if field not in tuned]
     return f" To tune it as much as others, add some of its own to --tune: {', '.join(others)}."
 
@@ -526,11 +501,7 @@ def _advise_fields(config: TrainConfig, tuned: Sequence[str], lacking: Sequence[
 def _start_values(
     directory: str | None, fields: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Number]]:
-    """Values of each contender's best setting in the comparison of `--start-from`.
-
-    Raises:
-      UsageError: that comparison is incomplete, lacks a contender, or tuned other fields.
-    """
+    """Values of each contender's best setting in the comparison of `--start-from`."""
     if directory is None:
         return {name: {} for name in fields}
     # Imported late: they load JAX.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from maxmars.cli.help import HELP, has_option
-from maxmars.cli.parse import parse_arguments, parse_options, suggest_choice, translate_option
+from maxmars.cli.parse import choice_hint, parse_arguments, parse_options, translate_option
 from maxmars.cli.train import TrainArguments
 from maxmars.config import TrainConfig
 from maxmars.config.checks import UsageError
@@ -127,7 +127,7 @@ def _suggest_train_option(
         is_switch = isinstance(getattr(train, field, None), bool)
         example = f"--{option}" if is_switch else f"--{option} VALUE"
         return f"`maxmars train` has --{option}, which goes after --: `... -- {example}`."
-    return suggest_choice(prog, options.config, word, value)
+    return choice_hint(prog, options.config, word, value)
 
 
 def _join_passthrough(words: list[str]) -> list[str]:

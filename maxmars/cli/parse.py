@@ -98,7 +98,7 @@ def parse_arguments(
         prog=f"{prog} {'CONFIG' if spec is None else shlex.quote(spec)}",
         default=arguments(config=config),
         about=_describe_choices(spec, example),
-        hint=lambda _, *words: None if spec is None else suggest_choice(prog, spec, *words),
+        hint=lambda _, word, value: None if spec is None else choice_hint(prog, spec, word, value),
     )
 
 
@@ -127,7 +127,7 @@ def parse_first(options_class: type[Options], argv: Sequence[str]) -> tuple[Opti
     return tyro.cli(options_class, args=argv, return_unknown_args=True, add_help=False)
 
 
-def suggest_choice(prog: str, spec: str, word: str, value: str | None) -> str | None:
+def choice_hint(prog: str, spec: str, word: str, value: str | None) -> str | None:
     """A line with the choice of CONFIG that an unknown word means; None if it means none."""
     # Users may type a choice of gpt2.py as an option, or forget its name:
     #
