@@ -1,7 +1,7 @@
-"""The operations of a few traced steps of a run, and which of them took the time.
+"""The operations of a few traced steps, and which of them took the time; `bench_train.py` prints it.
 
-The trace is JAX's (xprof: TensorBoard and Perfetto open it). It names operations as the compiled
-program does; the program's text says which part of the step each one serves.
+The trace is JAX's (xprof and Perfetto open it). It names operations as the compiled program does;
+the program's text says which part of the step each operation serves.
 """
 
 from __future__ import annotations
