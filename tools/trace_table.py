@@ -1,4 +1,4 @@
-"""The operations of a few traced steps, and which of them took the time; `bench_train.py` prints it.
+"""The operations of a few traced steps, and which took the time; `bench_train.py` prints them.
 
 The trace is JAX's (xprof and Perfetto open it). It names operations as the compiled program does;
 the program's text says which part of the step each operation serves.
