@@ -5,13 +5,13 @@
 
 `kills` trains a small GPT-2 on the sources of Python under each optimizer: `fixed` always on one
 device, `moved` each time on another mesh or number of processes, `undisturbed` without signals.
-Lives end by SIGKILL, SIGTERM, SIGSTOP and SIGKILL, or SIGSTOP, SIGCONT and SIGTERM, of one process
-or both: while the life starts, between steps, or, in every second life, in the middle of a file
-operation, which takes 10 to 50 ms there. Each must continue from the newest complete checkpoint,
-end with the right exit code, and leave a run that `maxmars audit` calls one trajectory. In the end
-`fixed` must have all metrics but those of speed, and all arrays, of `undisturbed`, bit by bit, and
-`audit --replay` the same digest. `moved` sums in another order: its last 10 losses may differ by
-`MAX_DRIFT` in the mean. 100 kills take 20 to 30 minutes on two cores.
+Each start of a run, a life, ends by SIGKILL, SIGTERM, SIGSTOP and SIGKILL, or SIGSTOP, SIGCONT and
+SIGTERM, of one process or both: while it starts, between steps, or, in every second life, in the
+middle of a file operation, which takes 10 to 50 ms there. Each life must continue from the newest
+complete checkpoint, end with the right exit code, and leave a run that `maxmars audit` calls one
+trajectory. In the end `fixed` must have all metrics but those of speed, and all arrays, of
+`undisturbed`, bit by bit, and `audit --replay` the same digest. `moved` sums in another order: its
+last 10 losses may differ by `MAX_DRIFT` in the mean. 100 kills take 20 to 30 minutes on two cores.
 
 `meshes` continues a run in legs, each on another mesh or number of processes than the one before.
 Loading compares the digests of the state on its new mesh with the saved ones. Each loss may differ
