@@ -344,7 +344,7 @@ def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
     from maxmars.config import GPT2Config, MeshConfig
     from maxmars.data.tokenizer import ByteTokenizer
     from maxmars.distributed import sharding
-    from maxmars.eval.generate import GREEDY, READ_ALONG, generate_tokens, stream_tokens
+    from maxmars.eval.generate import GREEDY, INTERACTIVE_CHUNK, generate_tokens, stream_tokens
     from maxmars.eval.trained_model import TrainedModel, load
     from maxmars.model.parameters import init_params
 
@@ -367,7 +367,7 @@ def bench_generate(args: argparse.Namespace) -> dict[str, Any]:
         prompts = np.random.default_rng(0).integers(0, model.tokenizer.vocab_size, shape, np.int32)
         options = {"max_new_tokens": args.new_tokens, "sampling": GREEDY, "batch_size": rows}
 
-        along: dict[str, Any] = options | {"chunk": READ_ALONG}
+        along: dict[str, Any] = options | {"chunk": INTERACTIVE_CHUNK}
         ways = {
             "at once": lambda p=prompts, o=options: generate_tokens(model, list(p), **o),
             "streaming": lambda p=prompts, o=along: list(stream_tokens(model, list(p), **o)),

@@ -128,7 +128,7 @@ def _load(
     with loading_jax(stderr=True):
         from maxmars.distributed import sharding
         from maxmars.eval import load
-        from maxmars.eval.generate import CHUNK, READ_ALONG, Sampling, stream_texts
+        from maxmars.eval.generate import INTERACTIVE_CHUNK, MAX_CHUNK, Sampling, stream_texts
         from maxmars.eval.trained_model import find_target
         from maxmars.train import compile_cache
 
@@ -151,7 +151,7 @@ def _load(
             sampling=sampling,
             seed=arguments.seed,
             batch_size=arguments.batch_size,
-            chunk=CHUNK if arguments.json else READ_ALONG,
+            chunk=MAX_CHUNK if arguments.json else INTERACTIVE_CHUNK,
             seen=seen,
         )
         with progress.waiting("compiling for this length"):

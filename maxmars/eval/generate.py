@@ -1,12 +1,13 @@
-"""Continue prompts with a trained model, many at once, with what it keeps of earlier tokens.
+"""Continue many prompts at once with a trained model and a cache of keys and values.
 
-The context of every prompt is computed once (`prefill`); after that each new token costs one pass
-over one token (`decode`). When a context is full, generation goes on from its last half: positions
-are learned, so no cached key can move to another position. Where a context will become full, the
-cache has the size of a whole context from the beginning, so that nothing is compiled in the middle
-of a text.
+* The context of every prompt is computed once (`prefill`). Each new token then costs one pass over
+  one token (`decode`).
+* A full context is cut to its last half and computed again: positions are learned, so no cached
+  key can move. Where this will happen, the cache has the size of a whole context from the
+  beginning, so nothing is compiled in the middle of a text.
+* Each prompt has a random key of its own, so its text does not depend on its batch.
 
-`stream_tokens` holds the loop; `stream_texts`, `generate_tokens` and `generate_texts` stand on it.
+`stream_tokens` holds the loop; `stream_texts`, `generate_tokens` and `generate_texts` call it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from maxmars.eval.trained_model import TrainedModel
 from maxmars.model.language_model import Cache, make_model
 from maxmars.model.parameters import Parameters
 
-CHUNK = 16  # most tokens that the device draws before the host looks at them
-READ_ALONG = 4  # the same where somebody reads along
+MAX_CHUNK = 16  # most tokens of a row that the device draws before the host sees them
+INTERACTIVE_CHUNK = 4  # the same where somebody reads the text as it comes
 _SMALLEST_BUCKET = 16
 
 Tokens = Integer[np.ndarray, " _"]
@@ -46,7 +47,7 @@ End = Literal["end_of_text", "length", "is_complete"]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a token is drawn: divide the logits by `temperature`, cut to `top_k`, then to `top_p`."""
+    """How to draw a token: divide the logits by `temperature`, cut to `top_k`, then to `top_p`."""
 
     temperature: float = 0.8
     """Below 1 takes likely tokens more often, 0 always the likeliest."""
@@ -80,15 +81,16 @@ def choose(
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     vocabulary = logits.shape[1]
-    kept = min(sampling.top_k or vocabulary, vocabulary)
+    num_candidates = min(sampling.top_k or vocabulary, vocabulary)
     ids = None
-    if kept < vocabulary or sampling.top_p is not None:  # only then must the likeliest be known
-        logits, ids = jax.lax.top_k(logits, kept)
+    if num_candidates < vocabulary or sampling.top_p is not None:
+        logits, ids = jax.lax.top_k(logits, num_candidates)  # sorts, so only where a cut needs it
     logits = (logits - logits.max(-1, keepdims=True)) / sampling.temperature
     if sampling.top_p is not None:
         probabilities = jax.nn.softmax(logits, axis=-1)
-        before = jnp.cumsum(probabilities, axis=-1) - probabilities
-        logits = jnp.where(before < sampling.top_p, logits, -jnp.inf)
+        # The token that crosses top_p is a candidate too: the sum before it is still below.
+        sum_before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        logits = jnp.where(sum_before < sampling.top_p, logits, -jnp.inf)
     drawn = jax.vmap(jax.random.categorical)(keys, logits)
     if ids is not None:
         drawn = jnp.take_along_axis(ids, drawn[:, None], axis=1)[:, 0]
@@ -100,17 +102,17 @@ class Piece:
     """New tokens of one prompt."""
 
     index: int
-    """Which of the prompts, from 0."""
+    """Number of the prompt, from 0."""
     tokens: Tokens
     text: str = ""
-    """From `stream_texts`: whole characters; those whose tokens have not all come are in a later
-    piece."""
+    """Whole characters, from `stream_texts`; a character whose last token is yet to come is in a
+    later piece."""
     end: End | None
-    """Why the continuation ended with them; None where it goes on."""
+    """Why the continuation ended with these tokens; None where it goes on."""
 
 
 class Options(TypedDict, total=False):
-    """How prompts are continued; for their meaning and defaults see `stream_tokens`."""
+    """Options of `stream_tokens` that all functions here take."""
 
     max_new_tokens: int
     sampling: Sampling
@@ -121,10 +123,10 @@ class Options(TypedDict, total=False):
 def generate_texts(
     model: TrainedModel, prompts: Sequence[str], **options: Unpack[Options]
 ) -> list[str]:
-    """Continue texts; returns each continuation without its prompt.
+    """Continue texts and return each continuation without its prompt.
 
-    An empty prompt is `TrainedModel.start`, and a continuation ends at any of the tokens at
-    which the model ends a text. For the options and errors see `stream_tokens`.
+    An empty prompt is the token `TrainedModel.start`. A continuation ends at any token that ends a
+    text in the model's tokenizer. For the options and errors see `stream_tokens`.
     """
     tokenizer = model.tokenizer
     contexts = [encode_context(prompt, tokenizer, model.start) for prompt in prompts]
@@ -137,23 +139,24 @@ def generate_tokens(
     prompts: Sequence[Tokens],
     *,
     stop: int | Sequence[int] | None = None,
-    is_complete: Callable[[Tokens], bool] | None = None,
+    is_complete: Callable[[Tokens], bool] = lambda tokens: False,
     **options: Unpack[Options],
 ) -> list[Tokens]:
-    """Continue token ids; returns each continuation without its prompt.
+    """Continue token ids and return each continuation without its prompt.
 
     Prompts of similar length are continued together. For the arguments and errors see
     `stream_tokens`.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    # A batch computes as many positions as its longest prompt has.
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     tokens_of: list[list[Tokens]] = [[] for _ in prompts]
     num_done = num_new = 0
     with Progress(stderr=True) as status:
         stream = stream_tokens(
-            model, [prompts[i] for i in order], stop=stop, is_complete=is_complete, **options
+            model, [prompts[i] for i in by_length], stop=stop, is_complete=is_complete, **options
         )
         for piece in stream:
-            tokens_of[order[piece.index]].append(piece.tokens)
+            tokens_of[by_length[piece.index]].append(piece.tokens)
             num_done += piece.end is not None
             num_new += len(piece.tokens)
             rate = num_new / max(status.elapsed_s, 1e-9)
@@ -168,14 +171,14 @@ def stream_texts(
     model: TrainedModel,
     prompts: Sequence[str],
     *,
-    chunk: int = READ_ALONG,
+    chunk: int = INTERACTIVE_CHUNK,
     seen: Counter[bytes] | None = None,
     **options: Unpack[Options],
 ) -> Iterator[Piece]:
     """Continue texts, and yield each piece of text as it comes.
 
-    The pieces of a prompt, joined, are what `generate_texts` returns for it. The first prompts are
-    continued together, `batch_size` of them, then the next. For the arguments and errors see
+    The pieces of a prompt, joined, are the continuation that `generate_texts` returns. The first
+    `batch_size` prompts are continued together, then the next. For the arguments and errors see
     `stream_tokens`.
     """
     tokenizer = model.tokenizer
@@ -196,40 +199,40 @@ def stream_tokens(
     seed: int = 0,
     batch_size: int = 16,
     stop: int | Sequence[int] | None = None,
-    is_complete: Callable[[Tokens], bool] | None = None,
-    chunk: int = CHUNK,
+    is_complete: Callable[[Tokens], bool] = lambda tokens: False,
+    chunk: int = MAX_CHUNK,
     seen: Counter[bytes] | None = None,
 ) -> Iterator[Piece]:
-    """Continue token ids, and yield new tokens as they come, of all prompts that are in work.
+    """Continue token ids, and yield the new tokens of each prompt of a batch as they come.
 
-    The model sees the last `max_seq_len` tokens of a prompt, and the last half of them each time
-    its context is full. The tokens drawn for a prompt depend on the seed, the prompt and how often
-    the same prompt came before it; up to rounding they do not depend on the other prompts, the
-    batch size, the mesh or how many tokens come at once.
+    The model sees the last `max_seq_len` tokens of a prompt; each time its context is full, it goes
+    on with the last half. The tokens drawn for a prompt depend on the seed, the prompt and the
+    number of equal prompts before it. Up to rounding they do not depend on the other prompts, the
+    batch size, the mesh or `chunk`.
 
     Args:
       model: the model.
       prompts: token ids, at least one each.
       max_new_tokens: the most tokens to add to each.
-      sampling: how tokens are drawn. Ids that the tokenizer does not know are never drawn.
+      sampling: how to draw tokens. Ids that the tokenizer does not know are never drawn.
       seed: seed of the sampling.
       batch_size: number of prompts continued at once; rounded up to a multiple of the mesh's batch
         shards.
       stop: a continuation ends before this token, or before the first of several.
       is_complete: called every few tokens with a prompt's new tokens; True ends the continuation.
-        Since tokens are drawn several at a time, the caller must cut what is too much.
+        Since tokens are drawn several at a time, the caller must cut the surplus.
       chunk: the most tokens of a prompt that come at once, up to 16.
-      seen: how often earlier calls continued each prompt; brought up to date.
+      seen: how often earlier calls continued each prompt; this call adds its own.
 
     Raises:
-      ValueError: an argument is out of range. It is raised when the first tokens are asked for.
+      ValueError: an argument is out of range. The first `next` raises it.
     """
     require(max_new_tokens > 0, f"max_new_tokens={max_new_tokens} must be at least 1.")
     require(batch_size > 0, f"batch_size={batch_size} must be at least 1.")
     require(seed >= 0, f"seed={seed} must not be negative.")
-    require(0 < chunk <= CHUNK, f"chunk={chunk} must lie in [1, {CHUNK}].")
+    require(0 < chunk <= MAX_CHUNK, f"chunk={chunk} must lie in [1, {MAX_CHUNK}].")
     shards = sharding.batch_shards(model.mesh)
-    num_rows = -(-min(batch_size, len(prompts)) // shards) * shards
+    num_rows = -(-min(batch_size, len(prompts)) // shards) * shards  # one shape for all batches
     config = model.config
     if isinstance(config, GPT2Config) and config.compute_dtype != config.param_dtype:
         with jax.set_mesh(model.mesh):
@@ -243,23 +246,20 @@ def stream_tokens(
     for first in range(0, len(prompts), batch_size):
         rows = all_rows[first : first + batch_size]
         padding = _Row(context=[0], key=rows[0].key, end="length")
-        filled = [*rows, *[padding] * (num_rows - len(rows))]
-        for drawn in _draw_rows(model, filled, max_new_tokens, sampling, stops, chunk):
+        padded = [*rows, *[padding] * (num_rows - len(rows))]
+        for drawn in _draw_rows(model, padded, max_new_tokens, sampling, stops, chunk):
             for i, row in enumerate(rows):
                 if row.end is None:
-                    tokens = row.add(drawn[i].tolist(), stops)
-                    if row.end is None and len(row.new) == max_new_tokens:
-                        row.end = "length"
-                    elif row.end is None and is_complete is not None:
-                        new = np.array(row.new, np.int32)
-                        row.end = "is_complete" if is_complete(new) else None
+                    tokens = row.add(drawn[i].tolist(), stops, max_new_tokens)
+                    if row.end is None and is_complete(np.array(row.new, np.int32)):
+                        row.end = "is_complete"
                     yield Piece(index=first + i, tokens=tokens, end=row.end)
 
 
 def bucket_length(length: int, longest: int) -> int:
-    """The length to pad to: the next of 16, 24, 32, 48, 64, 96, ... and `longest`.
+    """Length to pad to: the next of 16, 24, 32, 48, 64, 96, ... and `longest`.
 
-    So few programs are compiled, and padding adds a half at most.
+    These are few, as each takes a program of its own, and padding adds half a length at most.
     """
     bucket = _SMALLEST_BUCKET
     while bucket < length:
@@ -271,7 +271,7 @@ def bucket_length(length: int, longest: int) -> int:
 
 @dataclass(kw_only=True)
 class _Row:
-    """One prompt."""
+    """A prompt and its continuation so far."""
 
     context: list[int]
     """The tokens that the model sees."""
@@ -279,14 +279,17 @@ class _Row:
     new: list[int] = field(default_factory=list)
     end: End | None = None
 
-    def add(self, tokens: list[int], stop: Sequence[int]) -> Tokens:
-        """Returns those that come before one of `stop`."""
-        end = next((i for i, token in enumerate(tokens) if token in stop), None)
-        if end is not None:
-            self.end, tokens = "end_of_text", tokens[:end]
-        self.context += tokens
-        self.new += tokens
-        return np.array(tokens, np.int32)
+    def add(self, tokens: list[int], stop: Sequence[int], max_new_tokens: int) -> Tokens:
+        """Add drawn tokens up to the first token of `stop`, and return the added ones."""
+        stop_index = next((i for i, token in enumerate(tokens) if token in stop), None)
+        added = tokens[:stop_index]
+        self.context += added
+        self.new += added
+        if stop_index is not None:
+            self.end = "end_of_text"
+        elif len(self.new) == max_new_tokens:
+            self.end = "length"
+        return np.array(added, np.int32)
 
 
 def _draw_rows(
@@ -304,38 +307,28 @@ def _draw_rows(
     #   |a longer context of 1|new tokens ...      |
     #
     # A cache has as many slots as the answer can need at most, so that one program serves all
-    # of it. Where the context is full, it is cut to half of the longest and read again into a
-    # new cache; `prompt_slots` then keeps that program's shape at each such cut.
-    mesh, config, longest = model.mesh, model.config, model.config.max_seq_len
+    # of it. Where the context is full, it is cut to half of the longest and computed again into a
+    # new cache; `prompt_slots` then gives the program the same shape at each such cut.
+    mesh, config, max_seq_len = model.mesh, model.config, model.config.max_seq_len
     num_prompt = max(len(row.context) for row in rows)
-    prompt_slots, num_slots = 0, bucket_length(num_prompt + max_new_tokens, longest)
+    prompt_slots, num_slots = 0, bucket_length(num_prompt + max_new_tokens, max_seq_len)
     # The token that is predicted from a full context needs no slot in it.
-    if num_prompt + max_new_tokens > longest + 1 and len(rows) == 1:
+    if num_prompt + max_new_tokens > max_seq_len + 1 and len(rows) == 1:
         # The context will be cut; the programs from before serve afterwards.
-        prompt_slots = max(num_prompt, longest // 2)
+        prompt_slots = max(num_prompt, max_seq_len // 2)
+    with jax.set_mesh(mesh):
+        keys = _to_device(np.stack([row.key for row in rows]), mesh)
     while not all(row.end for row in rows):
-        for row in rows:
-            if len(row.context) > longest:
-                row.context = row.context[-max(1, longest // 2) :]
-        contexts = [[0] if row.end else row.context for row in rows]
-        lengths = np.array([len(context) for context in contexts], np.int32)
+        hidden, cache, num_context = _prefill(model, rows, prompt_slots, num_slots)
         # All rows that have not ended have the same number of new tokens.
-        num_drawn = max(len(row.new) for row in rows if not row.end)
-        # The longest row decides: a context of n tokens leaves longest - n slots, and the full one
-        # still predicts a token, which needs none.
-        end = min(max_new_tokens, num_drawn + longest + 1 - int(lengths.max()))
-        width = bucket_length(max(prompt_slots, int(lengths.max())), longest)
-        tokens = np.zeros((len(rows), width), np.int32)
-        for i, context in enumerate(contexts):
-            tokens[i, : len(context)] = context
-        with jax.set_mesh(mesh):
-            keys = _to_device(np.stack([row.key for row in rows]), mesh)
-            prompts = _to_device(tokens, mesh), _to_device(lengths, mesh)
-            hidden, cache = _fill_cache(model.params, *prompts, config=config, num_slots=num_slots)
-        for start in range(num_drawn, end, chunk):
+        num_before = max(len(row.new) for row in rows if not row.end)
+        # The longest row decides: a context of n tokens leaves max_seq_len - n slots, and the full
+        # one still predicts a token, which needs none.
+        limit = min(max_new_tokens, num_before + max_seq_len + 1 - num_context)
+        for start in range(num_before, limit, chunk):
             if all(row.end for row in rows):
                 break
-            limit = min(start + chunk, end)
+            next_start = min(start + chunk, limit)
             with jax.set_mesh(mesh):
                 hidden, cache, new = _draw(
                     model.params,
@@ -343,25 +336,49 @@ def _draw_rows(
                     cache,
                     _to_device(np.array([row.end is not None for row in rows]), mesh),
                     keys,
-                    np.array([num_drawn, limit - num_drawn, *stop], np.int32),
+                    np.array([num_before, next_start - num_before, *stop], np.int32),
                     config=config,
                     sampling=sampling,
                     num_tokens=min(model.tokenizer.vocab_size, config.vocab_size),
                 )
-                drawn = np.asarray(new)[:, : limit - start]
+                drawn = np.asarray(new)[:, : next_start - start]
             yield drawn
+
+
+def _prefill(
+    model: TrainedModel, rows: Sequence[_Row], prompt_slots: int, num_slots: int
+) -> tuple[Float[Array, "B D"], Cache, int]:
+    """Compute the contexts of all rows; those that are too long are first cut to their last half.
+
+    Returns the last hidden states, a cache of `num_slots`, and the length of the longest context.
+    """
+    max_seq_len = model.config.max_seq_len
+    for row in rows:
+        if len(row.context) > max_seq_len:
+            row.context = row.context[-max(1, max_seq_len // 2) :]
+    contexts = [[0] if row.end else row.context for row in rows]
+    lengths = np.array([len(context) for context in contexts], np.int32)
+    num_context = int(lengths.max())
+    width = bucket_length(max(prompt_slots, num_context), max_seq_len)
+    tokens = np.zeros((len(rows), width), np.int32)
+    for i, context in enumerate(contexts):
+        tokens[i, : len(context)] = context
+    with jax.set_mesh(model.mesh):
+        arrays = _to_device(tokens, model.mesh), _to_device(lengths, model.mesh)
+        hidden, cache = _fill_cache(model.params, *arrays, config=model.config, num_slots=num_slots)
+    return hidden, cache, num_context
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _decoding_params(params: Any, *, config: GPT2Config) -> Any:
-    """Convert parameters to the compute type once, so that no step converts them."""
+    """Cast parameters to the compute dtype once, so that no step casts them."""
 
-    def convert(axes: tuple[str, ...], param: Array) -> Array:
-        # LayerNorms compute in their parameters' wider type.
+    def cast(axes: tuple[str, ...], param: Array) -> Array:
+        # LayerNorms compute in their parameters' wider dtype.
         return param if "norm" in axes else param.astype(config.compute_dtype)
 
     return jax.tree.map(
-        convert, Parameters(config).axes, params, is_leaf=lambda x: isinstance(x, tuple)
+        cast, Parameters(config).axes, params, is_leaf=lambda x: isinstance(x, tuple)
     )
 
 
@@ -388,7 +405,7 @@ def _draw(
     cache: Cache,
     ended: Bool[Array, " B"],
     keys: UInt32[Array, "B 2"],
-    numbers: Int[Array, " numbers"],
+    counts_and_stop: Int[Array, " counts_and_stop"],
     *,
     config: ModelConfig,
     sampling: Sampling,
@@ -396,13 +413,13 @@ def _draw(
 ) -> tuple[Float[Array, "B D"], Cache, Int[Array, "B chunk"]]:
     """Draw tokens one by one, until all rows have ended or the limit is reached.
 
-    `hidden` is the last hidden state of each row, which predicts its next token. `numbers` are how
-    many new tokens were drawn before this cache was filled, how many new tokens the cache may get,
-    and the tokens at which a row ends. Ids from `num_tokens` on, which pad the vocabulary, are
-    never drawn.
+    `hidden` is the last hidden state of each row, which predicts its next token. `counts_and_stop`,
+    one array and so one transfer, has the number of new tokens that were drawn before this cache
+    was filled, the number that the cache may get, and the tokens at which a row ends. Ids from
+    `num_tokens` on, which pad the vocabulary, are never drawn.
     """
     model = make_model(config, params)
-    num_before, limit, stop = numbers[0], numbers[1], numbers[2:]
+    num_before, limit, stop = counts_and_stop[0], counts_and_stop[1], counts_and_stop[2:]
     row_keys = jax.random.wrap_key_data(keys, impl="threefry2x32")
     start = cache.num_new
 
@@ -410,6 +427,7 @@ def _draw(
         hidden, cache, ended, drawn = state
         logits = constrain(model.logits(hidden[:, None])[:, 0], "batch", None)
         logits = jnp.where(jnp.arange(logits.shape[1]) < num_tokens, logits, -jnp.inf)
+        # The key depends on the number of the token, not on chunks or on cuts of the context.
         step_keys = jax.vmap(jax.random.fold_in, (0, None))(row_keys, num_before + cache.num_new)
         tokens = choose(logits, step_keys, sampling)
         drawn = jax.lax.dynamic_update_slice(drawn, tokens[:, None], (0, cache.num_new - start))
@@ -420,7 +438,7 @@ def _draw(
         _, cache, ended, _ = state
         return (cache.num_new < limit) & ~ended.all()
 
-    drawn = jnp.zeros((len(ended), CHUNK), jnp.int32)
+    drawn = jnp.zeros((len(ended), MAX_CHUNK), jnp.int32)
     hidden, cache, _, drawn = jax.lax.while_loop(not_done, step, (hidden, cache, ended, drawn))
     return hidden, cache, constrain(drawn, None, None)
 
@@ -428,13 +446,13 @@ def _draw(
 def _keys(
     prompts: Sequence[Tokens], seed: int, seen: Counter[bytes] | None
 ) -> list[UInt32[np.ndarray, " 2"]]:
-    """A key for each prompt, from the seed, the prompt, and how often the same came before."""
+    """A key for each prompt, from the seed, the prompt, and the number of equal prompts before."""
     keys, seen = [], Counter[bytes]() if seen is None else seen
     for prompt in prompts:
-        data = np.asarray(prompt, np.int64).tobytes()
-        words = (seed, seen[data], *hashlib.sha256(data).digest())
+        prompt_bytes = np.asarray(prompt, np.int64).tobytes()
+        words = (seed, seen[prompt_bytes], *hashlib.sha256(prompt_bytes).digest())
         keys.append(np.random.SeedSequence(words).generate_state(2))
-        seen[data] += 1
+        seen[prompt_bytes] += 1
     return keys
 
 

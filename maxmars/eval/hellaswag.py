@@ -1,7 +1,7 @@
 """HellaSwag: 10,042 beginnings of a text, each with four endings of which one is true.
 
-Two protocols are in use, and they score the same model differently (GPT-2 small has an `acc_norm`
-of 31.14 % under the first and 29.55 % under the second):
+Two protocols are in use. GPT-2 small has an `acc_norm` of 31.14 % under `lm_eval` and of 29.55 %
+under `completion`:
 
 * `lm_eval` is lm-evaluation-harness's, which the MARS paper reports. The activity's label stands
   before the context, texts are cleaned, and `acc_norm` divides each ending's log-likelihood by its
@@ -62,7 +62,7 @@ class Question(CheckedConfig):
     """A context and four endings, of which `endings[label]` is the true one."""
 
     index: NotNegative[int]
-    """Its number in the data set (`ind`)."""
+    """Number of the question in the data set (`ind`)."""
     activity: str
     """The subject of the text (`activity_label`)."""
     context: str
@@ -73,6 +73,7 @@ class Question(CheckedConfig):
     """The beginning of the sentence that the endings complete; may be empty (`ctx_b`)."""
     endings: Annotated[tuple[str, ...], Rule(lambda texts: len(texts) == 4, "must be four texts")]
     label: Annotated[int, Rule(lambda label: 0 <= label < 4, "must lie in [0, 4)")]
+    """Number of the true ending."""
 
 
 def load_questions(
@@ -87,12 +88,12 @@ def load_questions(
         (`.parquet`, as the hub has it). None takes the validation set (10,042 questions) from
         the cache directory (MAXMARS_CACHE, default ~/.cache/maxmars), and downloads it there first
         where it is missing.
-      num_questions: read the first so many questions; None reads all.
+      num_questions: number of questions to read, from the first on; None reads all.
 
     Raises:
       FileNotFoundError: there is no such file, or it cannot be downloaded.
-      ValueError: a line or row is no question, the file is damaged, or the downloaded one has the
-        wrong checksum.
+      ValueError: a line or row is no question, the file is damaged, or the checksum of the
+        downloaded file does not match.
       ImportError: the library for `.parquet` and `.zst` (extra `hf`) is not installed.
     """
     require(
@@ -113,7 +114,7 @@ def load_questions(
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Where each question of a file is, and its fields, or the line of JSON that they are in."""
+    """Location of each question, for messages, and its fields, as a dict or a line of JSON."""
     if file.suffix == ".parquet":
         with about(file), needs_extra("hf"):
             import pyarrow.parquet
@@ -130,7 +131,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _question(row: Any, number: int) -> Question:
-    """The question of a row, the `number`-th of its file, which is its index if it has none."""
+    """The question of a row; the row's number is the index where the fields have none."""
     fields = from_json(dict[str, Any], row)
     if fields["label"] in ("", None):
         raise ValueError("label is empty: the test set has none; use the validation set.")
@@ -148,7 +149,7 @@ def _question(row: Any, number: int) -> Question:
 
 
 def _whole(name: str, value: Any) -> int:
-    """A whole number, which some copies of the data have as text or as 3.0."""
+    """The integer that a copy of the data may hold as text or as 3.0."""
     with contextlib.suppress(TypeError, ValueError):
         if float(value).is_integer():
             return int(float(value))
@@ -160,7 +161,7 @@ def _cached_validation_set() -> Path:
     if not path.is_file():
         try:
             download(_URL, path, sha256=_SHA256)
-        except (OSError, http.client.HTTPException) as error:  # of the network or the disk
+        except (OSError, http.client.HTTPException) as error:
             raise FileNotFoundError(
                 f"HellaSwag's validation set is not at {path} and could not be downloaded "
                 f"({type(error).__name__}: {error}). Without network, download {_URL} on another "
@@ -171,7 +172,7 @@ def _cached_validation_set() -> Path:
 
 
 def download(url: str, path: Path, *, sha256: str) -> None:
-    """Download a file, compare its checksum, and only then give it its name by one rename.
+    """Download a file, compare its checksum, and only then rename it to `path`.
 
     Raises:
       OSError: the network or the disk fails.
@@ -220,11 +221,11 @@ PROTOCOLS: Mapping[Protocol, Callable[[Question, Tokenizer], tuple[Choices, list
     "lm_eval": _encode_lm_eval,
     "completion": _encode_completion,
 }
-"""Functions that encode a question. The second result are the numbers of characters or tokens by
-which `acc_norm` divides the log-likelihood of each ending."""
+"""Functions that encode a question, and give the length of each ending, in characters or tokens, by
+which `acc_norm` divides its log-likelihood."""
 
 METRICS: Mapping[Protocol, str] = {"lm_eval": "hellaswag", "completion": "hellaswag_completion"}
-"""What the names of metrics of a run begin with, after `eval/`."""
+"""Prefix of the names of a run's metrics, after `eval/`."""
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -244,30 +245,31 @@ class Scores:
     """Whether the beginning of the context was cut off, so that the longest ending fits."""
 
     @cached_property
-    def choices(self) -> Int[np.ndarray, " questions"]:
-        """The likeliest ending."""
+    def predictions(self) -> Int[np.ndarray, " questions"]:
+        """Number of the likeliest ending."""
         return self.log_likelihoods.argmax(axis=1)
 
     @cached_property
-    def choices_norm(self) -> Int[np.ndarray, " questions"]:
-        """The ending that is likeliest for its length."""
+    def predictions_norm(self) -> Int[np.ndarray, " questions"]:
+        """Number of the ending that is likeliest for its length."""
         with np.errstate(divide="ignore"):  # cleaning can empty an ending, which then gets -inf
             return (self.log_likelihoods / self.lengths).argmax(axis=1)
 
     @property
     def correct(self) -> dict[str, Bool[np.ndarray, " questions"]]:
-        """Whether the model answers each question rightly, by metric: `acc` and `acc_norm`."""
-        return {"acc": self.choices == self.labels, "acc_norm": self.choices_norm == self.labels}
+        """Whether each question is answered rightly, by metric: `acc` and `acc_norm`."""
+        predictions = {"acc": self.predictions, "acc_norm": self.predictions_norm}
+        return {metric: values == self.labels for metric, values in predictions.items()}
 
     def summary(self) -> dict[str, float | int]:
-        """`acc`, `acc_norm`, a standard error of each (`acc_stderr`), `num_questions`, and how many
-        of these were cut (`num_cut`)."""
+        """`acc` and `acc_norm` with standard errors (`acc_stderr`), `num_questions`, and `num_cut`,
+        the number of questions with a cut context."""
         count = len(self.labels)
         values: dict[str, float | int] = {}
         for metric, correct in self.correct.items():
-            share = float(correct.mean())
-            values[metric] = share
-            values[f"{metric}_stderr"] = (share * (1 - share) / max(count - 1, 1)) ** 0.5
+            accuracy = float(correct.mean())
+            values[metric] = accuracy
+            values[f"{metric}_stderr"] = (accuracy * (1 - accuracy) / max(count - 1, 1)) ** 0.5
         return values | {"num_questions": count, "num_cut": int(self.cut.sum())}
 
 
@@ -277,10 +279,10 @@ def _is_cut(choices: Choices, max_seq_len: int) -> bool:
 
 
 class HellaSwag:
-    """Scores a fixed list of questions under any parameters of a model; encodes them once.
+    """Scores a fixed list of questions, encoded once, under any parameters of a model.
 
-    Where a context does not fit into the model's together with an ending, its beginning is cut off,
-    as by lm-evaluation-harness. A question with an ending that is longer by itself is left out.
+    A context that is too long together with an ending loses its beginning, as in
+    lm-evaluation-harness. A question with an ending that is too long by itself is left out.
 
     Args:
       config: the model.
@@ -295,7 +297,7 @@ class HellaSwag:
     """
 
     questions: list[Question]
-    """Those that are scored."""
+    """The questions that are scored, without those left out."""
 
     def __init__(
         self,
@@ -312,28 +314,29 @@ class HellaSwag:
             f"the tokenizer {tokenizer.name} has {tokenizer.num_text_ids} tokens, more than the "
             f"vocab_size={config.vocab_size} of the model; give the one it was trained with.",
         )
-        longest = config.max_seq_len
-        kept = []
+        fitting = []
         for question in questions:
             encoded = [PROTOCOLS[protocol](question, tokenizer) for protocol in protocols]
             endings = [ending for choice, _ in encoded for ending in choice.continuations]
-            if all(0 < len(ending) <= longest for ending in endings):
-                kept.append((question, encoded))
+            if all(0 < len(ending) <= config.max_seq_len for ending in endings):
+                fitting.append((question, encoded))
         require(
-            bool(kept),
+            bool(fitting),
             f"each of the {len(questions)} HellaSwag questions has an ending that is longer than "
-            f"the model's context, model.max_seq_len={longest}; leave HellaSwag out.",
+            f"the model's context, model.max_seq_len={config.max_seq_len}; leave HellaSwag out.",
         )
-        self.questions = [question for question, _ in kept]
-        self._fixed: dict[Protocol, dict[str, np.ndarray]] = {}  # the other fields of `Scores`
-        choices = []
+        self.questions = [question for question, _ in fitting]
+        # The fields of `Scores` that do not depend on parameters.
+        self._fixed: dict[Protocol, dict[str, np.ndarray]] = {}
+        choices = []  # all questions under the first protocol, then under the second
         for number, protocol in enumerate(protocols):
-            of_protocol = [encoded[number] for _, encoded in kept]
+            of_protocol = [encoded[number] for _, encoded in fitting]
             choices += [choice for choice, _ in of_protocol]
+            cut = [_is_cut(choice, config.max_seq_len) for choice, _ in of_protocol]
             self._fixed[protocol] = {
                 "lengths": np.array([lengths for _, lengths in of_protocol]),
                 "labels": np.array([question.label for question in self.questions]),
-                "cut": np.array([_is_cut(choice, longest) for choice, _ in of_protocol]),
+                "cut": np.array(cut),
             }
         self._packed = pack_choices(choices, config)
         self._score = LogLikelihoods(config, mesh, batch_size=batch_size)
@@ -341,17 +344,17 @@ class HellaSwag:
     def __call__(
         self, params: Any, progress: Callable[[int, int], None] | None = None
     ) -> dict[Protocol, Scores]:
-        """Score parameters; every process calls and gets all scores, by protocol.
+        """Score parameters by each protocol; every process calls and gets all scores.
 
         Args:
           params: the parameters, in the mesh's shardings.
           progress: called with the number of rows scored so far, and of all.
         """
         nats = np.stack(self._score(params, self._packed, progress).log_likelihoods)
-        split = np.split(nats, len(self._fixed))
+        by_protocol = np.split(nats, len(self._fixed))
         return {
             protocol: Scores(log_likelihoods=values, **fixed)
-            for (protocol, fixed), values in zip(self._fixed.items(), split, strict=True)
+            for (protocol, fixed), values in zip(self._fixed.items(), by_protocol, strict=True)
         }
 
 
@@ -360,8 +363,8 @@ def write_scores(
 ) -> None:
     """Write the scores of each question, one JSON object a line.
 
-    Fields: `ind`, `label` and, by protocol, `log_likelihoods`, `lengths`, the endings that `acc`
-    and `acc_norm` choose (`choice`, `choice_norm`), and whether the context was `cut`.
+    Fields: `ind`, `label` and, by protocol, `log_likelihoods`, `lengths`, the predictions by which
+    `acc` and `acc_norm` count (`choice`, `choice_norm`), and whether the context was `cut`.
     """
     lines = []
     for i, question in enumerate(questions):
@@ -370,8 +373,8 @@ def write_scores(
             fields[protocol] = {
                 "log_likelihoods": of_protocol.log_likelihoods[i].tolist(),
                 "lengths": of_protocol.lengths[i].tolist(),
-                "choice": int(of_protocol.choices[i]),
-                "choice_norm": int(of_protocol.choices_norm[i]),
+                "choice": int(of_protocol.predictions[i]),
+                "choice_norm": int(of_protocol.predictions_norm[i]),
                 "cut": bool(of_protocol.cut[i]),
             }
         lines.append(json.dumps(fields) + "\n")
@@ -392,15 +395,15 @@ class PairedDifference:
     mcnemar_p: float
     """p-value of McNemar's exact two-sided test that both models are equally good."""
     only_first: int
-    """Questions that only the first model answers rightly."""
+    """Number of questions that only the first model answers rightly."""
     only_second: int
-    """Questions that only the second model answers rightly."""
+    """Number of questions that only the second model answers rightly."""
 
 
 def paired_difference(
     first: Bool[np.ndarray, " questions"], second: Bool[np.ndarray, " other"]
 ) -> PairedDifference:
-    """Compare two models by whether each answers each question rightly.
+    """Compare two models by the questions that each answers rightly.
 
     Raises:
       ValueError: the two are not of the same length, or empty.
@@ -410,20 +413,21 @@ def paired_difference(
         0 < count == len(second),
         f"{count} and {len(second)} questions cannot be paired; score both models on the same.",
     )
-    import scipy.stats  # takes a second, which each start of a training need not wait
+    import scipy.stats  # takes a second, which no start of a training should wait for
 
     only_first = int((first & ~second).sum())
     only_second = int((second & ~first).sum())
-    uneven = only_first + only_second
+    discordant = only_first + only_second
     difference = (only_first - only_second) / count
+    p = scipy.stats.binomtest(only_first, discordant).pvalue if discordant else 1.0
     low = high = difference
-    if uneven and count > 1:
+    if discordant and count > 1:  # else the differences have no spread
         interval = scipy.stats.ttest_rel(first * 1.0, second * 1.0).confidence_interval(0.95)
         low, high = float(interval.low), float(interval.high)
     return PairedDifference(
         difference=difference,
         interval_95=(low, high),
-        mcnemar_p=float(scipy.stats.binomtest(only_first, uneven).pvalue) if uneven else 1.0,
+        mcnemar_p=float(p),
         only_first=only_first,
         only_second=only_second,
     )
@@ -435,18 +439,18 @@ def paired_difference(
 class HellaSwagInLoop:
     """Scores the questions of `eval.hellaswag_path` under the parameters of a run.
 
-    The tokenizer of the tokens that it trains on encodes them.
+    The tokenizer of `training_data` encodes the questions.
 
     Raises:
-      FileNotFoundError, ValueError, ImportError: there are no questions, or no tokenizer, or they
-        do not fit the model; see `load_questions` and `HellaSwag`.
+      FileNotFoundError, ValueError, ImportError: there are no questions or no tokenizer, or one
+        does not fit the model; see `load_questions` and `HellaSwag`.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, tokens: DataSplit) -> None:
+    def __init__(self, config: TrainConfig, mesh: Mesh, training_data: DataSplit) -> None:
         questions = load_questions(
             config.eval.hellaswag_path, num_questions=config.eval.hellaswag_questions
         )
-        tokenizer = tokenizer_of_tokens(tokens.vocabulary)
+        tokenizer = tokenizer_of_tokens(training_data.vocabulary)
         self._score = HellaSwag(config.model, mesh, tokenizer, questions)
         self._num_left_out = len(questions) - len(self._score.questions)
 
@@ -459,8 +463,8 @@ class HellaSwagInLoop:
 
         Returns:
           The metrics `eval/hellaswag_acc` and `eval/hellaswag_acc_norm` (protocol `lm_eval`), the
-          same with `hellaswag_completion`, `eval/hellaswag_questions` (how many were scored), and
-          `perf/hellaswag_time` in seconds; and a line about them for people.
+          same with `hellaswag_completion`, `eval/hellaswag_questions` (number of scored ones), and
+          `perf/hellaswag_time` in seconds; and the metrics as a line for people.
         """
         started = time.monotonic()
         before_batch()
@@ -472,13 +476,13 @@ class HellaSwagInLoop:
             for metric in ("acc", "acc_norm"):
                 metrics[f"eval/{prefix}_{metric}"] = summaries[protocol][metric]
             metrics["eval/hellaswag_questions"] = summaries[protocol]["num_questions"]
-        shares = ", ".join(f"{s['acc_norm']:.2%} ({protocol})" for protocol, s in summaries.items())
+        text = ", ".join(f"{s['acc_norm']:.2%} ({protocol})" for protocol, s in summaries.items())
         count = describe_count(summaries, self._num_left_out)
-        return metrics, f"HellaSwag acc_norm {shares} of {count} in {seconds:.1f} s"
+        return metrics, f"HellaSwag acc_norm {text} of {count} in {seconds:.1f} s"
 
 
 def describe_count(summaries: Mapping[Protocol, Mapping[str, Any]], num_left_out: int) -> str:
-    """How many questions were scored, cut and left out, for people: `5 questions (1 left out)`."""
+    """Numbers of questions scored, cut and left out, for people: `5 questions (1 left out)`."""
     cut = {protocol: summary["num_cut"] for protocol, summary in summaries.items()}
     notes = [f"{count:,} cut ({protocol})" for protocol, count in cut.items() if count]
     if num_left_out:

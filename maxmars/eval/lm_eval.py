@@ -1,10 +1,9 @@
 """Tasks of lm-evaluation-harness (extra `eval`) on one of our models.
 
-The harness has the tasks: their data, prompts and metrics. It asks a model for three things, which
-`Answers` computes: log-likelihoods of continuations, log-likelihoods of whole texts, and generated
-text. Texts are split, and cut on the left, as by the harness's own class for Hugging Face models,
-`HFLM`, so that scores can be compared. One difference: a special token that is spelt out in a text
-is ordinary text here.
+The harness has the tasks: their data, prompts and metrics. `Answers` computes the three things that
+it requests of a model: log-likelihoods of continuations and of whole texts, and new text. Texts are
+split, and cut on the left, as by the harness's own class for Hugging Face models, `HFLM`, so that
+scores can be compared. One difference: a special token spelt out in a text is ordinary text here.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ PRESETS = {
         *("mmlu", "sciq"),
     ),
 }
-"""Names that stand for several tasks: the MARS paper (arXiv 2411.10438) reports 0-shot scores of
+"""Names that stand for several tasks. The MARS paper (arXiv 2411.10438) reports 0-shot scores of
 these nine."""
 
 _SEED = 1234  # the harness's default for few-shot examples
-_MAX_NEW_TOKENS = 256  # the harness's default as well
+_MAX_NEW_TOKENS = 256  # the harness's default
 _GENERATION_ROWS = 16
-# Arguments of transformers whose value here changes nothing.
+# Values of transformers' arguments that change no text: a task may spell out a default.
 _NEUTRAL = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), 1),
     **dict.fromkeys(("repetition_penalty", "length_penalty", "typical_p"), 1),
@@ -53,7 +52,7 @@ _NEUTRAL = {
     "top_k": 0,
     "early_stopping": False,
 }
-_IGNORED = ("use_cache",)  # what a token costs
+_IGNORED = ("use_cache",)  # changes the speed alone
 _LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
@@ -75,7 +74,7 @@ def run_lm_eval(
       model: the model.
       tasks: names of tasks or groups of the harness, its `*` patterns, paths of task YAML files, or
         keys of `PRESETS`.
-      limit: score the first so many questions of each task only.
+      limit: number of questions to score of each task, from the first on; None scores all.
       num_fewshot: number of solved examples before each question; None takes the task's own number,
         or 0. Tasks whose own number is 0 keep it.
       include_path: directory with more task YAML files.
@@ -90,7 +89,7 @@ def run_lm_eval(
       ImportError: lm-eval is not installed.
       ValueError: there is no such task, an argument is out of range, or the harness cannot run a
         task as its YAML file and data are.
-      OSError: the data of a task cannot be had.
+      OSError: the data of a task cannot be read or downloaded.
     """
     for name, value, least in [("limit", limit, 1), ("num_fewshot", num_fewshot, 0)]:
         if value is not None and value < least:
@@ -146,14 +145,15 @@ def run_lm_eval(
 
 
 class Answers:
-    """Answers the harness's three kinds of requests with a model; arguments as of `run_lm_eval`."""
+    """Answers of a model to the harness's three kinds of requests; see `run_lm_eval`."""
 
     def __init__(self, model: TrainedModel, *, batch_size: int | None, seed: int) -> None:
         self.model, self._seed, self._batch_size = model, seed, batch_size
         self._score = LogLikelihoods(model.config, model.mesh, batch_size=batch_size)
 
     def log_likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-        """Score (context, continuation) pairs: log-likelihood in nats, and whether it is greedy.
+        """Score (context, continuation) pairs: log-likelihood in nats, and whether greedy decoding
+        gives the continuation.
 
         Raises:
           ValueError: a continuation adds no token, or is longer than the model's context.
@@ -172,17 +172,18 @@ class Answers:
         return self.score(encoded)
 
     def rolling_log_likelihoods(self, texts: Sequence[str]) -> list[float]:
-        """Log-likelihoods of whole texts after the token `start`, in nats; no token twice."""
-        tokenizer, longest = self.model.tokenizer, self.model.config.max_seq_len
+        """Log-likelihoods of whole texts after the token `start`, in nats."""
+        tokenizer, max_seq_len = self.model.tokenizer, self.model.config.max_seq_len
         windows = [
-            list(rolling_windows(tokenizer.encode(t), self.model.start, longest)) for t in texts
+            list(rolling_windows(tokenizer.encode(text), self.model.start, max_seq_len))
+            for text in texts
         ]
         scores = iter(self.score([window for text in windows for window in text]))
         return [math.fsum(next(scores)[0] for _ in text) for text in windows]
 
     def score(self, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[tuple[float, bool]]:
-        """The same as `log_likelihoods`, for token ids; cuts long contexts on the left."""
-        choices = list(_group(pairs, self.model.config.max_seq_len))
+        """Score pairs of token ids as `log_likelihoods` does; cuts long contexts on the left."""
+        choices = list(_group_pairs(pairs, self.model.config.max_seq_len))
         packed = pack_choices(choices, self.model.config)
         with Progress(stderr=True) as status:
             scores = self._score(
@@ -194,7 +195,7 @@ class Answers:
         return list(zip(nats.tolist(), greedy.tolist(), strict=True))
 
     def generate(self, requests: Sequence[tuple[str, Mapping[str, Any]]]) -> list[str]:
-        """Continue the context of each (context, generation arguments), up to a stopping text.
+        """Continue each context of (context, generation arguments) pairs, up to a stopping text.
 
         Raises:
           ValueError: an argument is unknown or out of range.
@@ -202,19 +203,19 @@ class Answers:
         by_options: dict[_GenerationOptions, list[int]] = {}
         for number, (_, arguments) in enumerate(requests):
             by_options.setdefault(_generation_options(arguments), []).append(number)
-        tokenizer, longest = self.model.tokenizer, self.model.config.max_seq_len
+        tokenizer, max_seq_len = self.model.tokenizer, self.model.config.max_seq_len
         texts = [""] * len(requests)
         for options, numbers in by_options.items():
 
             def is_complete(tokens: Tokens, options: _GenerationOptions = options) -> bool:
                 return options.end(tokenizer.decode(tokens)) is not None
 
-            # HFLM leaves room for the new tokens, and fails where they are more than the context.
-            most = max(longest - options.max_new_tokens, longest // 2, 1)
+            # As HFLM, leave room for the new tokens; HFLM fails where they fill the whole context.
+            max_prompt = max(max_seq_len - options.max_new_tokens, max_seq_len // 2, 1)
             continuations = generate_tokens(
                 self.model,
                 [
-                    encode_context(requests[i][0], tokenizer, self.model.start)[-most:]
+                    encode_context(requests[i][0], tokenizer, self.model.start)[-max_prompt:]
                     for i in numbers
                 ],
                 max_new_tokens=options.max_new_tokens,
@@ -231,37 +232,40 @@ class Answers:
 
 @dataclass(frozen=True, kw_only=True)
 class _GenerationOptions:
-    """How a task wants its text generated."""
+    """The arguments with which a task generates text."""
 
     until: tuple[str, ...]
     max_new_tokens: int
     sampling: Sampling
 
     def end(self, text: str) -> int | None:
-        """Where the first stopping text begins in a text; None if there is none."""
+        """Index at which the first stopping text begins in a text; None without one."""
         ends = [text.find(stop) for stop in self.until]
         return min((end for end in ends if end >= 0), default=None)
 
 
 def _generation_options(arguments: Mapping[str, Any]) -> _GenerationOptions:
-    given = {
+    kwargs = {
         name: value
         for name, value in arguments.items()
         if value is not None and name not in _IGNORED and _NEUTRAL.get(name, ...) != value
     }
-    until = given.pop("until", ())
-    lengths = [int(given.pop(name)) for name in _LENGTH_NAMES if name in given]
-    temperature = float(given.pop("temperature", given.get("do_sample", False)))
+    until = kwargs.pop("until", ())
+    lengths = [int(kwargs.pop(name)) for name in _LENGTH_NAMES if name in kwargs]
+    # transformers samples at temperature 1 unless a task says otherwise.
+    temperature = float(kwargs.pop("temperature", kwargs.get("do_sample", False)))
     sampling = GREEDY
-    if given.pop("do_sample", temperature > 0):
+    if kwargs.pop("do_sample", temperature > 0):
         sampling = Sampling(
-            temperature=temperature, top_k=given.pop("top_k", None), top_p=given.pop("top_p", None)
+            temperature=temperature,
+            top_k=kwargs.pop("top_k", None),
+            top_p=kwargs.pop("top_p", None),
         )
-    for name in ("top_k", "top_p"):
-        given.pop(name, None)  # they do not change greedy decoding
-    if given:
+    for name in ("top_k", "top_p"):  # which do not change greedy decoding
+        kwargs.pop(name, None)
+    if kwargs:
         raise ValueError(
-            f"a task's generation_kwargs have {', '.join(f'{k}={v}' for k, v in given.items())}, "
+            f"a task's generation_kwargs have {', '.join(f'{k}={v}' for k, v in kwargs.items())}, "
             "but maxmars only knows until, do_sample, temperature, top_k, top_p "
             f"and {', '.join(_LENGTH_NAMES)}."
         )
@@ -275,38 +279,38 @@ def _generation_options(arguments: Mapping[str, Any]) -> _GenerationOptions:
 def rolling_windows(
     tokens: Tokens, first: int, max_seq_len: int
 ) -> Iterator[tuple[Tokens, Tokens]]:
-    """(context, continuation) pairs that score each token once, with as much context as fits.
+    """Cut tokens into (context, continuation) pairs that score each token once.
 
-    `first` is the token before `tokens`. The last window has fewer new tokens, so it has more
-    context.
+    `first` is the token before `tokens`. Each context is as long as fits: the last window, which
+    has fewer new tokens, has a longer context.
     """
-    whole = np.concatenate([[first], tokens]).astype(np.int64)
-    for start in range(1, len(whole), max_seq_len):
-        end = min(start + max_seq_len, len(whole))
-        yield whole[max(0, end - max_seq_len - 1) : start], whole[start:end]
+    all_tokens = np.concatenate([[first], tokens]).astype(np.int64)
+    for start in range(1, len(all_tokens), max_seq_len):
+        end = min(start + max_seq_len, len(all_tokens))
+        yield all_tokens[max(0, end - max_seq_len - 1) : start], all_tokens[start:end]
 
 
-def _group(pairs: Iterable[tuple[Tokens, Tokens]], max_seq_len: int) -> Iterator[Choices]:
+def _group_pairs(pairs: Iterable[tuple[Tokens, Tokens]], max_seq_len: int) -> Iterator[Choices]:
     """Put successive continuations of one context together, as long as they fit into one row."""
     context: Tokens = np.zeros(0, int)
     continuations: list[Tokens] = []
-    for its_context, continuation in pairs:
+    for next_context, continuation in pairs:
         length = len(context) + sum(map(len, continuations)) + len(continuation)
-        if continuations and (length > max_seq_len or not np.array_equal(context, its_context)):
+        if continuations and (length > max_seq_len or not np.array_equal(context, next_context)):
             yield Choices(context=context, continuations=continuations)
             continuations = []
-        context = its_context
+        context = next_context
         continuations.append(continuation)
     if continuations:
         yield Choices(context=context, continuations=continuations)
 
 
 def _language_model(answers: Answers) -> Any:
-    """The model for the harness, which hands requests on to `answers`."""
+    """Make the model for the harness, which hands requests on to `answers`."""
 
     base: Any = _harness("api.model").LM
 
-    class MaxmarsLM(base):  # here, since the harness may not be installed
+    class MaxmarsLM(base):  # not at the top of the file: the harness may not be installed
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
             return answers.log_likelihoods([request.args for request in requests])
 
@@ -325,8 +329,8 @@ def _harness(module: str) -> Any:
 
 
 def _task_names(tasks: Sequence[str], manager: Any, include_path: str | Path | None) -> list[str]:
-    """Names of the harness, and YAML files, for presets and patterns."""
-    # The harness leaves out files that it cannot read; given by their path, it says why.
+    """Resolve presets, patterns and files into the harness's names and paths of YAML files."""
+    # A file that the harness cannot read is missing among its tasks; by its path, it says why.
     files = [] if include_path is None else sorted(Path(include_path).rglob("*.yaml"))
     names = []
     for task in tasks:

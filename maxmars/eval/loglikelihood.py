@@ -13,7 +13,7 @@ last batch is filled up with empty rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class Choices:
 def encode_context(
     text: str, tokenizer: Tokenizer, start: int | None = None
 ) -> Integer[np.ndarray, " context"]:
-    """Token ids of a text; an empty text is the token `start`, by default that ends a document."""
+    """Token ids of a text. An empty text is the token `start`, by default the end of a document."""
     start = tokenizer.eot if start is None else start
     return tokenizer.encode(text) if text else np.array([start])
 
@@ -56,8 +56,8 @@ def encode_choices(
 ) -> Choices:
     """Encode a context together with each continuation, as lm-evaluation-harness does.
 
-    The tokens after as many as the context alone has are the continuation's. White space at the end
-    of the context goes to the continuations.
+    If the context alone has n tokens, the continuation has all tokens of both texts from token n
+    on. White space at the end of the context goes to the continuations.
     """
     stripped = context.rstrip()
     num_context = len(tokenizer.encode(stripped))
@@ -71,7 +71,7 @@ def encode_choices(
 class _Row(NamedTuple):
     """A context and one or more continuations in one row of the model's input.
 
-    T input tokens, of which S predict a token (a target) of a continuation.
+    T input tokens; S of them predict a token (a target) of a continuation.
     """
 
     tokens: Int32[np.ndarray, " T"]
@@ -101,7 +101,7 @@ class PackedChoices:
     """For each continuation, the number of the first continuation of the same context that has the
     same tokens."""
     counts: list[int]
-    """Number of continuations of each of the choices."""
+    """Number of continuations, by context."""
 
 
 def _shares_contexts(config: ModelConfig) -> bool:
@@ -112,16 +112,16 @@ def pack_choices(choices: Sequence[Choices], config: ModelConfig) -> PackedChoic
     """Pack choices into rows for a model.
 
     The continuations of a context share a row where they fit and the module has the method
-    `continuations`. Equal ones are scored once, so that they tie on every device.
+    `continuations`. Equal continuations are scored once, so that they tie on every device.
 
     Raises:
       ValueError: a context is empty, or a continuation is empty or longer than `max_seq_len`.
     """
-    max_seq_len, shared = config.max_seq_len, _shares_contexts(config)
+    max_seq_len, shares_rows = config.max_seq_len, _shares_contexts(config)
     rows: list[_Row] = []
     first_equal: list[int] = []
     for number, item in enumerate(choices):
-        different: dict[tuple[int, ...], int] = {}
+        number_of: dict[tuple[int, ...], int] = {}
         for continuation in item.continuations:
             key = tuple(continuation.tolist())
             if not 0 < len(key) <= max_seq_len or not len(item.context):
@@ -130,13 +130,13 @@ def pack_choices(choices: Sequence[Choices], config: ModelConfig) -> PackedChoic
                     f"of {len(key)}; the first needs one token at least, the second between 1 and "
                     f"model.max_seq_len={max_seq_len}."
                 )
-            first_equal.append(different.setdefault(key, len(first_equal)))
-        longest = max(map(len, different), default=0)
-        fit = len(item.context) + longest <= max_seq_len + 1  # the last token predicts nothing
-        if fit and shared:
-            rows.append(_row(item.context, different))
+            first_equal.append(number_of.setdefault(key, len(first_equal)))
+        longest = max(map(len, number_of), default=0)
+        fits = len(item.context) + longest <= max_seq_len + 1  # the last token predicts nothing
+        if fits and shares_rows:
+            rows.append(_row(item.context, number_of))
         else:  # a row for each continuation, which may cut the context differently
-            for key, owner in different.items():
+            for key, owner in number_of.items():
                 rows.append(_row(item.context[-(max_seq_len + 1 - len(key)) :], {key: owner}))
     return PackedChoices(
         rows=sorted(rows, key=lambda row: (row.size, len(row.targets)), reverse=True),
@@ -146,7 +146,7 @@ def pack_choices(choices: Sequence[Choices], config: ModelConfig) -> PackedChoic
 
 
 def _row(context: np.ndarray, continuations: Mapping[tuple[int, ...], int]) -> _Row:
-    """A row of a context and its continuations; their numbers over all choices are the values."""
+    """Row of a context and its continuations, which map to their numbers over all choices."""
     # The context c0 c1 c2 with the continuations "a0 a1" and "b0 b1 b2":
     #
     #   tokens             c0 c1 c2 | a0 | b0 b1     the last token of each predicts nothing
@@ -174,12 +174,12 @@ def _row(context: np.ndarray, continuations: Mapping[tuple[int, ...], int]) -> _
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredChoices:
-    """The scores of choices: for each context an array with one value a continuation."""
+    """The scores of choices: for each context, an array with one value a continuation."""
 
     log_likelihoods: list[Float64[np.ndarray, " _"]]
     """Log-likelihood given the context, in nats."""
     is_greedy: list[Bool[np.ndarray, " _"]]
-    """Whether greedy decoding gives the continuation: each token is the likeliest one."""
+    """Whether each token of the continuation is the likeliest one."""
 
 
 class LogLikelihoods:
@@ -201,10 +201,9 @@ class LogLikelihoods:
         self._mesh = mesh
         self._shards = sharding.batch_shards(mesh)
         self._config, self._batch_size = config, batch_size
-        # Tokens of a batch and positions of a chunk, on each device. A CPU is fastest while
-        # activations and logits stay in its caches.
+        # On each device. A CPU is fastest while activations and logits stay in its caches.
         on_cpu = mesh.devices.flat[0].platform == "cpu"
-        self._tokens, self._head_positions = (2048, 128) if on_cpu else (16384, 2048)
+        self._batch_tokens, self._chunk_positions = (2048, 128) if on_cpu else (16384, 2048)
         self._score_batch = self._make_score_batch(config)
 
     def __call__(
@@ -222,80 +221,85 @@ class LogLikelihoods:
         """
         sums = np.zeros(len(packed.first_equal))
         is_greedy = np.ones(len(packed.first_equal), bool)
+        num_done, running = 0, None
 
-        def add(shards: list[list[_Row]], scores: tuple[jax.Array, jax.Array]) -> None:
-            for shard, nats, likeliest in zip(shards, *jax.device_get(scores), strict=True):
+        def collect(shards: list[list[_Row]], scores: tuple[jax.Array, jax.Array]) -> None:
+            nonlocal num_done
+            for shard, nats, greedy in zip(shards, *jax.device_get(scores), strict=True):
                 owners = np.concatenate([row.owners for row in shard])
                 np.subtract.at(sums, owners, nats[: len(owners)].astype(np.float64))
-                np.logical_and.at(is_greedy, owners, likeliest[: len(owners)])
+                np.logical_and.at(is_greedy, owners, greedy[: len(owners)])
+                num_done += sum(row is not _EMPTY for row in shard)
+            if progress is not None:
+                progress(num_done, len(packed.rows))
 
-        rows, done, running = packed.rows, 0, None
-        while done < len(rows):
-            length = padded_length(rows[done].size)
-            if not _shares_contexts(self._config):  # no row is longer than the context
-                length = min(length, self._config.max_seq_len)
-            count = self._batch_size or max(1, self._tokens // length) * self._shards
-            # A batch is a matrix of `height` rows of `length` tokens on each of the devices. Their
-            # predictors and targets are one list a device, padded to a whole number of chunks, of
-            # which only those with targets (`num_chunks`) are worked off.
-            height = -(-min(count, len(rows)) // self._shards)
-            while height > 1 and -(-height // 2) * self._shards >= len(rows) - done:
-                height = -(-height // 2)  # for the last rows: few programs and few empty rows
-            batch = rows[done : done + height * self._shards]
-            shards = [batch[i :: self._shards] for i in range(self._shards)]  # equal work
-            shards = [[*shard, *[_EMPTY] * (height - len(shard))] for shard in shards]
-            targets = max(sum(len(row.targets) for row in shard) for shard in shards)
-            num_chunks = np.int32(-(-targets // self._chunk(height * length)))
+        for shards, length in self._batches(packed.rows):
+            # A device's predictors and targets are one list, padded to whole chunks; the loop over
+            # chunks ends at the last target.
+            num_targets = max(sum(len(row.targets) for row in shard) for shard in shards)
+            num_chunks = np.int32(-(-num_targets // self._chunk_size(len(shards[0]) * length)))
             arrays = self._on_devices(shards, length)
             # One at a time: collectives of several programs that run at once on the fake devices of
             # a CPU can wait for each other forever. The next batch is packed meanwhile.
             if running is not None:
-                add(*running)
-                if progress is not None:
-                    progress(done, len(rows))
+                collect(*running)
             with jax.set_mesh(self._mesh):
                 running = shards, self._score_batch(params, arrays, num_chunks)
-            done += len(batch)
         if running is not None:
-            add(*running)
-        if progress is not None:
-            progress(len(rows), len(rows))
+            collect(*running)
         ends = np.cumsum(packed.counts)[:-1]
         return ScoredChoices(
             log_likelihoods=np.split(sums[packed.first_equal], ends),
             is_greedy=np.split(is_greedy[packed.first_equal], ends),
         )
 
-    def _on_devices(self, shards: list[list[_Row]], length: int) -> tuple[jax.Array, ...]:
-        """The first five fields of rows of a batch, with those of this process on its devices.
+    def _batches(self, rows: list[_Row]) -> Iterator[tuple[list[list[_Row]], int]]:
+        """Split rows into batches: equally many rows for each shard, and their padded length."""
+        first = 0
+        while first < len(rows):
+            length = padded_length(rows[first].size)
+            if not _shares_contexts(self._config):  # no row is longer than the context
+                length = min(length, self._config.max_seq_len)
+            count = self._batch_size or max(1, self._batch_tokens // length) * self._shards
+            shard_rows = -(-min(count, len(rows)) // self._shards)
+            # Halved for the last rows: few programs and few empty rows.
+            while shard_rows > 1 and -(-shard_rows // 2) * self._shards >= len(rows) - first:
+                shard_rows = -(-shard_rows // 2)
+            batch = rows[first : first + shard_rows * self._shards]
+            shards = [batch[i :: self._shards] for i in range(self._shards)]  # equal work
+            yield [[*shard, *[_EMPTY] * (shard_rows - len(shard))] for shard in shards], length
+            first += len(batch)
 
-        int32 [1, rows, length], and [1, shards, S] for predictors and targets; predictors count
-        from the beginning of a shard.
+    def _on_devices(self, shards: list[list[_Row]], length: int) -> tuple[jax.Array, ...]:
+        """Arrays of a batch over the mesh, made from the rows of this process's devices.
+
+        The first five fields of the rows: int32 [1, rows, length], and [1, shards, S] for
+        predictors and targets. Predictors count from the beginning of a shard.
         """
-        height = len(shards[0])
-        chunk = self._chunk(height * length)
-        width = -(-height * length // chunk) * chunk
-        mine = [shards[i] for i in sharding.local_rows(self._mesh, (1, self._shards))[0]]
-        filled = [row for shard in mine for row in shard]
-        columns = list(zip(*filled, strict=True))[:3]
-        inputs = [(_stack(column, length), height * self._shards) for column in columns]
+        shard_rows = len(shards[0])
+        chunk = self._chunk_size(shard_rows * length)
+        width = -(-shard_rows * length // chunk) * chunk
+        local_shards = [shards[i] for i in sharding.local_rows(self._mesh, (1, self._shards))[0]]
+        local_rows = [row for shard in local_shards for row in shard]
+        columns = list(zip(*local_rows, strict=True))[:3]
+        inputs = [(_stack(column, length), shard_rows * self._shards) for column in columns]
         predictors = [
             np.concatenate([i * length + row.predictors for i, row in enumerate(shard)])
-            for shard in mine
+            for shard in local_shards
         ]
-        targets = [np.concatenate([row.targets for row in shard]) for shard in mine]
+        targets = [np.concatenate([row.targets for row in shard]) for shard in local_shards]
         outputs = [(_stack(arrays, width), self._shards) for arrays in (predictors, targets)]
         return tuple(
             sharding.to_device(self._mesh, array[None], rows) for array, rows in inputs + outputs
         )
 
-    def _chunk(self, tokens: int) -> int:
-        """How many positions of a shard of so many tokens get their logits at once."""
-        return min(self._head_positions, tokens)
+    def _chunk_size(self, num_tokens: int) -> int:
+        """Number of positions in a shard of `num_tokens` whose logits are computed at once."""
+        return min(self._chunk_positions, num_tokens)
 
     def _make_score_batch(self, config: ModelConfig) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """A jitted function of (params, batch, chunks): the loss of each target in nats, and
-        whether it is the likeliest token."""
+        """Make the jitted function of (params, batch, chunks) that gives the loss of each target,
+        in nats, and whether the target is the likeliest token."""
 
         def score_batch(
             params: Any, batch: tuple[jax.Array, ...], num_chunks: Int[Array, ""]
@@ -308,11 +312,11 @@ class LogLikelihoods:
                 hidden = model.hidden(tokens, positions=positions)
             hidden = hidden.reshape(self._shards, -1, hidden.shape[-1])
             hidden = constrain(hidden, "batch", None, None)
-            # Gathered over fsdp here, once, and not in the loop.
+            # Gathered over `fsdp` once here: in the loop below, every chunk would gather it.
             embedding = model.output_embedding(hidden.dtype)
-            size = self._chunk(hidden.shape[1])
+            size = self._chunk_size(hidden.shape[1])
 
-            def chunk(i: Int[Array, ""], scores: tuple[Any, ...]) -> tuple[Any, ...]:
+            def score_chunk(i: Int[Array, ""], scores: tuple[Any, ...]) -> tuple[Any, ...]:
                 def in_chunk(x: jax.Array) -> jax.Array:
                     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
 
@@ -329,8 +333,8 @@ class LogLikelihoods:
                 )
 
             nats = jnp.zeros(targets.shape, jnp.promote_types(hidden.dtype, jnp.float32))
-            nothing = (nats, jnp.zeros(targets.shape, bool))
-            return jax.lax.fori_loop(0, num_chunks, chunk, nothing)
+            initial = (nats, jnp.zeros(targets.shape, bool))
+            return jax.lax.fori_loop(0, num_chunks, score_chunk, initial)
 
         return jax.jit(
             score_batch,
@@ -351,7 +355,7 @@ def _stack(arrays: Sequence[np.ndarray], width: int) -> Int32[np.ndarray, "rows 
 
 
 def padded_length(size: int) -> int:
-    """The next of the lengths that programs are compiled for; see above."""
+    """The next length that programs are compiled for; the top of the file lists them."""
     length = 32
     while length < size:
         length = -(-length * 23 // 320) * 16

@@ -1,4 +1,8 @@
-"""Evaluations of the user's own: functions from a trained model to numbers by name."""
+"""Evaluations of the user's own: functions from a trained model to numbers by name.
+
+A run calls them on its parameters as it trains (`OwnInLoop`), `maxmars eval` on a loaded model. The
+signature and the result are checked, and an error names the line in the user's file.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from maxmars.data.batches import DataSplit
 from maxmars.data.tokenizer import tokenizer_of_tokens
 from maxmars.eval.trained_model import TrainedModel
 
-# What the command line reports in one line anyway, or keeps the trace of.
+# Raised unchanged: the command line prints these in one line, or with a traceback.
 REPORTED_ERRORS = (*EXTERNAL_ERRORS, RuntimeError, MemoryError)
 
 
@@ -26,32 +30,32 @@ class OwnEvaluation:
 
     Raises:
       FileNotFoundError, ValueError: there is no such function, or it cannot be called with one
-        argument. Any other exception was raised by the file's own code.
+        argument. An exception of the file's own code is raised as it is.
     """
 
     def __init__(self, source: Source | str, *, field: str = "eval.own") -> None:
         source = Source.parse(source, field=field, example="my_eval.py:rhyme")
-        self._what = f"{field}={source!r}"
+        self._label = f"{field}={source!r}"
         self._function = source.load(field=field)
         self.name = source.function
         try:
             inspect.signature(self._function).bind(None)
         except TypeError as error:
             raise ValueError(
-                f"{self._what} cannot be called with the trained model alone ({error}); it is "
+                f"{self._label} cannot be called with the trained model alone ({error}); it is "
                 f"{self.name}(trained), with what maxmars.eval.load returns."
             ) from None
 
     def __call__(self, trained: TrainedModel) -> dict[str, float]:
-        """The numbers of a model, of which the function may return arrays [].
+        """The numbers of a model by name; every process of the model's mesh calls.
 
-        Every process of the model's mesh calls.
+        The function may return arrays of shape [].
 
         Raises:
-          ValueError: it returns something else, or fails. OSError, ImportError, KeyError,
-            RuntimeError and MemoryError are raised as they are.
+          ValueError: the function returns something else, or fails. OSError, ImportError,
+            KeyError, RuntimeError and MemoryError are raised as they are.
         """
-        with about(self._what):
+        with about(self._label):
             try:
                 metrics: Any = self._function(trained)
             except REPORTED_ERRORS:
@@ -60,19 +64,19 @@ class OwnEvaluation:
                 where = line_in_user_file(error)
                 raise ValueError(f"{where}: {type(error).__name__}: {error}") from error
             if not isinstance(metrics, Mapping) or not metrics:
-                raise ValueError(f"it returned {metrics!r:.80}, {_WANTED}.")
+                raise ValueError(f"it returned {metrics!r:.80}, {_REQUIRED}.")
             for name, value in metrics.items():
                 if not (isinstance(name, str) and name and _is_number(value)):
                     shape = f" [{', '.join(map(str, np.shape(value)))}]" if np.ndim(value) else ""
-                    raise ValueError(f"it returned {value!r:.60}{shape} for {name!r}, {_WANTED}.")
+                    raise ValueError(f"it returned {value!r:.60}{shape} for {name!r}, {_REQUIRED}.")
         return {name: float(value) for name, value in metrics.items()}
 
 
-_WANTED = "but must return a dict of numbers by name, such as {'share': 0.5}"
+_REQUIRED = "but must return a dict of numbers by name, such as {'share': 0.5}"
 
 
 def _is_number(value: Any) -> bool:
-    if isinstance(value, str) or np.ndim(value):
+    if isinstance(value, str) or np.ndim(value):  # float("1") would pass
         return False
     try:
         float(value)
@@ -89,24 +93,24 @@ class OwnInLoop:
     """
 
     def __init__(
-        self, source: Source | str, config: TrainConfig, mesh: Mesh, tokens: DataSplit
+        self, source: Source | str, config: TrainConfig, mesh: Mesh, training_data: DataSplit
     ) -> None:
         self._evaluation = OwnEvaluation(source)
         self._config, self._mesh = config, mesh
-        self._tokenizer = tokenizer_of_tokens(tokens.vocabulary)
+        self._tokenizer = tokenizer_of_tokens(training_data.vocabulary)
         self.name = self._evaluation.name
         self.time_metric = f"perf/{self.name}/time"
-        """Seconds that it took; recorded whatever it returns."""
+        """Name of the metric of the seconds that a call takes."""
 
     def __call__(
         self, params: Any, before_batch: Callable[[], None] = lambda: None
     ) -> tuple[dict[str, float], str]:
-        """Measure parameters in the mesh's shardings; every process calls.
+        """Evaluate parameters in the mesh's shardings; every process calls.
 
         `before_batch` is called once before, and may end the evaluation by an exception.
 
         Returns:
-          The metrics `eval/NAME/...` and `time_metric`; and a line about them for people.
+          The metrics `eval/NAME/...` and `time_metric`; and the numbers as a line for people.
         """
         before_batch()
         started = time.monotonic()
@@ -117,13 +121,13 @@ class OwnInLoop:
             mesh=self._mesh,
             name=self._config.name,
         )
-        returned = self._evaluation(trained)
+        numbers = self._evaluation(trained)
         seconds = time.monotonic() - started
-        metrics = {f"eval/{self.name}/{name}": value for name, value in returned.items()}
-        text = f"{self.name}: {in_one_line(returned)} in {seconds:.1f} s"
+        metrics = {f"eval/{self.name}/{name}": value for name, value in numbers.items()}
+        text = f"{self.name}: {in_one_line(numbers)} in {seconds:.1f} s"
         return metrics | {self.time_metric: seconds}, text
 
 
-def in_one_line(metrics: Mapping[str, float]) -> str:
+def in_one_line(numbers: Mapping[str, float]) -> str:
     """Numbers by name for people: `share 0.5, count 12`."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    return ", ".join(f"{name} {value:.4g}" for name, value in numbers.items())

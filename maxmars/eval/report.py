@@ -1,4 +1,9 @@
-"""Scores of one model, or of two on the same data: what `maxmars eval` prints and writes."""
+"""Scores of one model, or of two on the same data: what `maxmars eval` prints and writes.
+
+`score_models` loads two models one after the other, so one model's memory suffices. Windows and
+questions are chosen before from both configs, so both models get the same. `Report` holds the
+scores as JSON-ready fields; the table and the notes are made from these.
+"""
 
 from __future__ import annotations
 
@@ -47,15 +52,15 @@ class Report:
     """Scores of one model, or of two on the same data."""
 
     fields: dict[str, Any]
-    """For JSON: `target`, `name`, `source` and `digest` (see `TrainedModel`); `loss` (nats a
-    token), `loss_tokens`, `bits_per_byte` (see `ValidationLoss`; of sets `NAME/loss` and so on),
-    `hellaswag` (see `Scores.summary`, by protocol), `hellaswag_left_out` (a number of questions)
-    and `own` (numbers of functions of the user's own, by function and name; non-finite numbers are
-    strings) if they were asked for; `environment`; and for two models `against`, with the fields of
-    the second, and `difference`, first minus second."""
+    """For JSON: `target`, `name`, `source` (`TrainedModel.origin`), `digest` and `environment`. As
+    far as requested: `loss` (nats a token), `loss_tokens`, `bits_per_byte` (see `ValidationLoss`;
+    `NAME/loss` and so on where the data have a name), `hellaswag` (see `Scores.summary`, by
+    protocol), `hellaswag_left_out` (a number of questions), and `own` (numbers of the user's own
+    functions, by function and name; non-finite numbers are strings). For two models: `against`,
+    with the fields of the second, and `difference`, first minus second."""
     questions: Sequence[Question]
     scores: Sequence[Mapping[Protocol, Scores]]
-    """HellaSwag's, of each model."""
+    """HellaSwag's scores of each model."""
 
     def write(self, path: Path) -> None:
         """Write the JSON and, beside it, `<stem>[.against].hellaswag.jsonl` with each question.
@@ -75,13 +80,13 @@ class Report:
         return [self.fields, *filter(None, [self.fields.get("against")])]
 
     def notes(self) -> list[str]:
-        """What the numbers of the table are of; the models' names, where there are two."""
+        """Lines below the table: names of two models, and the data that each score is of."""
         models = self._models
         notes = [f"{key}: {model['name']}" for key, model in zip("AB", models, strict=False)]
         notes = notes if len(models) > 1 else []
-        for data in data_of(self.fields):
-            what, count = data.replace("/", " "), self.fields[f"{data}loss_tokens"]
-            notes.append(f"{what}loss: nats a token, mean over {count:,} tokens")
+        for prefix in loss_prefixes(self.fields):
+            name, count = prefix.replace("/", " "), self.fields[f"{prefix}loss_tokens"]
+            notes.append(f"{name}loss: nats a token, mean over {count:,} tokens")
         if "hellaswag" in self.fields:
             left_out = self.fields["hellaswag_left_out"]
             counts = [describe_count(model["hellaswag"], left_out) for model in models]
@@ -98,7 +103,7 @@ class Report:
         names = [first["name"]] if alone else ["A", "B", "A - B", "95 % interval", "p"]
         table = _table("", *names)
         difference = first.get("difference", {})
-        for name in (f"{data}{loss}" for data in data_of(first) for loss in _LOSSES):
+        for name in _loss_names(first):
             values = [model.get(name) for model in models]
             if None not in values:
                 texts = [f"{value:.4f}" for value in values]
@@ -131,14 +136,18 @@ class Report:
         return table
 
 
-def data_of(fields: Mapping[str, Any]) -> list[str]:
-    """What the losses among the fields of a model begin with: `NAME/`, or nothing for the
-    validation split of a run's own data, or of a place without a name."""
+def loss_prefixes(fields: Mapping[str, Any]) -> list[str]:
+    """Prefixes of the losses among a model's fields: `NAME/`, or "" for data without a name, as the
+    validation split of a run's own data."""
     return [key.removesuffix("loss") for key in fields if re.fullmatch("(.+/)?loss", key)]
 
 
+def _loss_names(fields: Mapping[str, Any]) -> list[str]:
+    return [f"{prefix}{loss}" for prefix in loss_prefixes(fields) for loss in _LOSSES]
+
+
 def _table(label: str, *columns: str) -> Table:
-    """A table of numbers beside labels; what is too long is folded, not cut."""
+    """Make a table of numbers beside labels; long cells are folded, not cut."""
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     table.add_column(label, overflow="fold")
     for name in columns:
@@ -162,51 +171,51 @@ def score_models(
     HellaSwag question that is left out for one is left out for both (see `HellaSwag`).
 
     Args:
-      targets: one or two.
-      mesh: the models are loaded here, one after the other; every process calls.
-      data: opens, for a model, the validation data to score (see `open_validation`).
+      targets: one model or two.
+      mesh: the mesh of the parameters; every process calls.
+      data: opens the validation data for a model, by name (see `open_validation`).
       num_windows: number of windows to score.
       questions: of HellaSwag, see `load_questions`.
       own: functions of the user's own.
       batch_size: rows scored at once, over all devices; None takes as many as suit the device.
 
     Raises:
-      FileNotFoundError, ImportError, ValueError: something is missing or does not fit the model.
+      FileNotFoundError, ImportError, ValueError: a file is missing or does not fit the model.
     """
-    windows: dict[str, tuple[ValidationBatches, DataSplit]] = {}
+    validation: dict[str, tuple[ValidationBatches, DataSplit]] = {}
     num_questions, models, scores = len(questions), [], []
     scorers: list[HellaSwag] = []
     with Progress(stderr=True) as status:
 
-        def shows(task: str) -> Callable[[int, int], None]:
+        def show_progress(task: str) -> Callable[[int, int], None]:
             return lambda done, total: status.update(f"{task} {done:,}/{total:,}", done, total)
 
         if data is not None:
-            windows = _open_windows(targets, data, num_windows, mesh, batch_size)
+            validation = _open_validation(targets, data, num_windows, mesh, batch_size)
         evaluations = [OwnEvaluation(source, field="own") for source in own]
         if questions:
             with status.waiting("encoding HellaSwag"):
                 scorers = _scorers(targets, questions, mesh, batch_size)
                 questions = scorers[0].questions
-        for number, target in enumerate(targets):
+        for i, target in enumerate(targets):
             model = load(target, mesh=mesh)
             fields: dict[str, Any] = {"target": target.path, "name": model.name}
             fields |= {"source": model.origin, "digest": model.digest}
-            answers: Mapping[Protocol, Scores] = {}
-            for name, (batches, tokens) in windows.items():
-                loss = _loss(model, batches, tokens, shows(f"loss of {model.name}"))
-                of = f"{name}/" if name else ""
-                fields |= {f"{of}loss": loss.loss, f"{of}loss_tokens": loss.num_tokens}
-                fields |= {f"{of}bits_per_byte": loss.bits_per_byte}
+            hellaswag: Mapping[Protocol, Scores] = {}
+            for name, (batches, split) in validation.items():
+                loss = _loss(model, batches, split, show_progress(f"loss of {model.name}"))
+                prefix = f"{name}/" if name else ""
+                fields |= {f"{prefix}loss": loss.loss, f"{prefix}loss_tokens": loss.num_tokens}
+                fields |= {f"{prefix}bits_per_byte": loss.bits_per_byte}
             if scorers:
-                answers = scorers[number](model.params, shows(f"HellaSwag of {model.name}"))
-                fields["hellaswag"] = {protocol: s.summary() for protocol, s in answers.items()}
+                hellaswag = scorers[i](model.params, show_progress(f"HellaSwag of {model.name}"))
+                fields["hellaswag"] = {protocol: s.summary() for protocol, s in hellaswag.items()}
             for evaluation in evaluations:
                 status.update(f"{evaluation.name} of {model.name}")
                 numbers = {name: json_number(x) for name, x in evaluation(model).items()}
                 fields.setdefault("own", {})[evaluation.name] = numbers
             models.append(fields)
-            scores.append(answers)
+            scores.append(hellaswag)
             del model  # its parameters make room for those of the next
     fields = models[0]
     if questions:
@@ -223,12 +232,13 @@ def _scorers(
     mesh: Mesh,
     batch_size: int | None,
 ) -> list[HellaSwag]:
-    """A scorer of the same questions for each target."""
+    """Make a scorer of the same questions for each target."""
     scorers = []
     for target in targets:
         config = target.config()
         score = HellaSwag(config, mesh, target.tokenizer(config), questions, batch_size=batch_size)
         scorers.append(score)
+    # Models of different contexts or tokenizers may leave out different questions.
     common = set.intersection(*(set(score.questions) for score in scorers))
     if any(len(score.questions) > len(common) for score in scorers):
         return _scorers(targets, [q for q in questions if q in common], mesh, batch_size)
@@ -238,10 +248,10 @@ def _scorers(
 def _difference(
     models: Sequence[dict[str, Any]], scores: Sequence[Mapping[Protocol, Scores]]
 ) -> dict[str, Any]:
-    """First minus second: the losses, HellaSwag by protocol and metric, and the numbers of the
-    user's own functions that both models have."""
+    """Differences, first model minus second: the losses, HellaSwag by protocol and metric, and the
+    numbers of the user's own functions that both models have."""
     difference = {}
-    for name in (f"{data}{loss}" for data in data_of(models[0]) for loss in _LOSSES):
+    for name in _loss_names(models[0]):
         first, second = (model.get(name) for model in models)
         if first is not None and second is not None:
             difference[name] = first - second
@@ -267,16 +277,17 @@ def _difference(
     return difference
 
 
-def _open_windows(
+def _open_validation(
     targets: Sequence[Target],
     data: Callable[[ModelConfig], dict[str, DataSplit]],
     num_windows: int,
     mesh: Mesh,
     batch_size: int | None,
 ) -> dict[str, tuple[ValidationBatches, DataSplit]]:
-    """The windows that each loss is measured on, and the data that they are of."""
+    """Open the validation data: the batches to score, and their split, by name."""
     configs = sorted((t.config() for t in targets), key=lambda config: config.max_seq_len)
     try:
+        # Opened for both models, which checks the data against both; the shorter windows are taken.
         splits, *_ = [data(config) for config in configs]
     except FileNotFoundError as error:
         raise FileNotFoundError(
@@ -285,51 +296,52 @@ def _open_windows(
         ) from error
     length = configs[0].max_seq_len
     rows = batch_size or max(1, _LOSS_TOKENS // length) * sharding.batch_shards(mesh)
-    for tokens in splits.values():
-        verify_split(tokens.files, "val")
+    for split in splits.values():
+        verify_split(split.files, "val")
     return {
-        name: (ValidationBatches(tokens, mesh, num_windows=num_windows, batch_size=rows), tokens)
-        for name, tokens in splits.items()
+        name: (ValidationBatches(split, mesh, num_windows=num_windows, batch_size=rows), split)
+        for name, split in splits.items()
     }
 
 
 def _loss(
     model: TrainedModel,
-    windows: ValidationBatches,
-    tokens: DataSplit,
+    batches: ValidationBatches,
+    split: DataSplit,
     progress: Callable[[int, int], None],
 ) -> ValidationLoss:
-    is_own = all(isinstance(part, OwnWindows) for part in tokens.parts)
-    is_unsaid = is_own and tokens.vocabulary.tokenizer == UNKNOWN_TOKENIZER
-    if not is_unsaid and (what := difference(model.tokenizer, tokens.vocabulary)):
+    is_own = all(isinstance(part, OwnWindows) for part in split.parts)
+    is_undeclared = is_own and split.vocabulary.tokenizer == UNKNOWN_TOKENIZER
+    if not is_undeclared and (problem := difference(model.tokenizer, split.vocabulary)):
         raise ValueError(
-            f"the tokens in {tokens.parts[0].path} are of another tokenizer than {model.name}: "
-            f"{what}; name its own by --data.path, or leave the loss out (--tasks hellaswag)."
+            f"the tokens in {split.parts[0].path} are of another tokenizer than {model.name}: "
+            f"{problem}; name its own by --data.path, or leave the loss out (--tasks hellaswag)."
         )
 
-    def batches() -> Iterator[dict[str, jax.Array]]:
-        for number, batch in enumerate(windows, 1):
+    def shown() -> Iterator[dict[str, jax.Array]]:
+        for number, batch in enumerate(batches, 1):
             yield batch
-            progress(number, len(windows))
+            progress(number, len(batches))
 
     step = make_eval_step(model.config, model.mesh, model.tokenizer.bytes_of_tokens())
-    return validation_loss(step, model.mesh, model.params, batches())
+    return validation_loss(step, model.mesh, model.params, shown())
 
 
 def harness_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Task, number of examples, metric, and value with its standard error, of `run_lm_eval`."""
+    """Rows of a result of `run_lm_eval`: task, number of few-shot examples, metric with its filter,
+    and value with standard error."""
     for task, metrics in report["results"].items():
         for metric, value in metrics.items():
             if "_stderr" in metric:
                 continue
-            metric_name, comma, its_filter = metric.partition(",")
-            error = metrics.get(f"{metric_name}_stderr{comma}{its_filter}")
+            metric_name, comma, filter_name = metric.partition(",")
+            error = metrics.get(f"{metric_name}_stderr{comma}{filter_name}")
             text = f"{value:.4f}" if error is None else f"{value:.4f} ± {error:.4f}"
             yield task, str(report["num_fewshot"].get(task, "")), metric, text
 
 
 def harness_table(name: str, report: Mapping[str, Any]) -> Table:
-    """The result of `run_lm_eval` for a model of this name."""
+    """Table of a result of `run_lm_eval`, under the model's name."""
     table = _table("task", "few-shot", "metric", name)
     table.columns[2].justify = "left"
     for task, shots, metric, text in harness_rows(report):

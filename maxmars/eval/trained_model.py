@@ -1,6 +1,9 @@
-"""A trained model, wherever it is: a run, one checkpoint, or a Hugging Face model.
+"""Trained models: reading from a run, a checkpoint or Hugging Face, and export to Hugging Face.
 
-`load` reads it, and `export_model` writes it as a Hugging Face directory.
+`find_target` resolves a path to a `Target`, which knows config, parameters and tokenizer of a run
+and of a Hugging Face model alike. Damage of a checkpoint shows only when its arrays are read, so
+`Target.first_sound` repeats a whole use with the next older one. Code of the user's own runs only
+from the run's copies (`recorded_code`).
 """
 
 from __future__ import annotations
@@ -25,26 +28,14 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Integer
 
 from maxmars.checkpoint import Checkpoint, find, first_sound, load_params, read
-from maxmars.config import (
-    DataConfig,
-    EvalConfig,
-    GPT2Config,
-    MeshConfig,
-    ModelConfig,
-    from_dict,
-)
+from maxmars.config import DataConfig, EvalConfig, GPT2Config, MeshConfig, ModelConfig, from_dict
 from maxmars.config.checks import require
 from maxmars.config.errors import EXTERNAL_ERRORS, about, in_words
 from maxmars.config.mesh import check_mesh_divides_model
 from maxmars.data import tokenizer as tokenizers
 from maxmars.data.tokenizer import GPT2Tokenizer, Tokenizer
 from maxmars.distributed import processes, sharding
-from maxmars.distributed.files import (
-    is_remote,
-    naming,
-    read_json,
-    resolve,
-)
+from maxmars.distributed.files import is_remote, naming, read_json, resolve
 from maxmars.distributed.progress import Progress
 from maxmars.distributed.recorded_code import recorded_code
 from maxmars.distributed.workdir import CHECKPOINTS, CONFIG, MODEL_SOURCE, SOURCES, TOKENIZER
@@ -58,27 +49,28 @@ _MOST_PADDING = 256  # rows of a vocabulary are rounded up to a multiple of 64, 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedModel:
-    """A model that `load` read."""
+    """A model as `load` returns it."""
 
     config: ModelConfig
     params: Any
-    """Nested dict of arrays, on the mesh, in the shardings of training. Of a run with `ema_decay`,
-    or whose optimizer names them, those that are evaluated, and not those that are trained."""
+    """Nested dict of arrays, on the mesh, in the shardings of training. Where a run evaluates other
+    parameters than it trains (the EMA with `ema_decay`, or those that its optimizer names), these
+    are the evaluated ones."""
     tokenizer: Tokenizer
     mesh: Mesh
     name: str
-    """For people: `quickstart, step 500`, with `, evaluation parameters` where `params` are not
-    those that are trained; the name of a Hugging Face directory, or OWNER/NAME@ and the first
-    digits of the commit of a model on the hub."""
+    """For people: `quickstart, step 500`, with `, evaluation parameters` where they are not the
+    trained ones; the name of a Hugging Face directory; or OWNER/NAME@ and the first digits of the
+    commit for a model on the hub."""
     origin: str = ""
-    """The checkpoint or Hugging Face directory that was read, or `hf:OWNER/NAME@COMMIT`."""
+    """Path of the checkpoint or Hugging Face directory, or `hf:OWNER/NAME@COMMIT`."""
     digest: str | None = None
-    """Of the whole state in the checkpoint; None for a Hugging Face directory."""
+    """Digest of the whole state in the checkpoint; None for a Hugging Face directory."""
 
     @property
     def start(self) -> int:
-        """Id of the token that an empty prompt means. In training here, a text comes after the end
-        of another, whatever token its tokenizer names."""
+        """Id of the token that stands for an empty prompt. In a run of maxmars a text follows the
+        end of another, whatever token the tokenizer names as the beginning."""
         return self.tokenizer.eot if self.digest is not None else self.tokenizer.bos
 
     @property
@@ -91,8 +83,8 @@ class TrainedModel:
     ) -> Float[np.ndarray, "B T vocab_size"]:
         """Logits of the next token at every position, in float32 at least.
 
-        Compiled once for each shape, where `model` compiles at each call. The rows, of any number,
-        are split over the mesh; every process of it calls with the same tokens and gets all logits.
+        Compiled once for each shape, while `model` compiles at each call. Any number of rows is
+        split over the mesh. Every process calls with the same tokens and gets all logits.
 
         Raises:
           ValueError: the rows are longer than `max_seq_len`.
@@ -121,34 +113,34 @@ def load(path: str | Path | Target, *, mesh: Mesh | None = None) -> TrainedModel
       path: working directory of a run (its newest sound checkpoint is read), its `checkpoints`
         directory, one step in there, all of them also on `gs://`; a Hugging Face GPT-2 directory
         with safetensors; `hf:OWNER/NAME[@REVISION]` for one on the hub, which is fetched if need
-        be; or what `find_target` found.
-      mesh: the parameters go here, in the shardings of training. It may be of any size and of any
-        number of processes, all of which call. None is the first device of this process.
+        be; or a result of `find_target`.
+      mesh: the mesh of the parameters, in the shardings of training; of any size and any number of
+        processes, all of which call. None is the first device of this process.
 
     Raises:
       FileNotFoundError: there is no model at this path, or no tokenizer.
-      ValueError: the model is damaged or no GPT-2, its code is not the recorded one, or the mesh
-        does not divide it.
+      ValueError: the model is damaged or no GPT-2, its code differs from the recorded code, or the
+        mesh does not divide the model.
       ImportError: the tokenizer's library (extra `hf`) is not installed.
       OSError: a model on the hub cannot be fetched; see `hub.fetch`.
     """
     mesh = mesh or sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
     target = path if isinstance(path, Target) else find_target(path)
 
-    def read_model(stored: Checkpoint | None) -> TrainedModel:
-        config = target.config(stored)
-        if stored is None:
+    def read_model(checkpoint: Checkpoint | None) -> TrainedModel:
+        config = target.config(checkpoint)
+        if checkpoint is None:
             # `tensor` must divide the vocabulary, so pad it; padding changes no result.
             multiple = math.lcm(config.vocab_pad_multiple, mesh.shape["tensor"])
             config = dataclasses.replace(config, vocab_pad_multiple=multiple)
         return TrainedModel(
             config=config,
             tokenizer=target.tokenizer(config),
-            params=target.params(stored, config, _abstract_params(config, mesh)),
+            params=target.params(checkpoint, config, _abstract_params(config, mesh)),
             mesh=mesh,
-            name=target.name(stored),
-            origin=target.origin(stored),
-            digest=None if stored is None else stored.digest,
+            name=target.name(checkpoint),
+            origin=target.origin(checkpoint),
+            digest=None if checkpoint is None else checkpoint.digest,
         )
 
     return target.first_sound(read_model)
@@ -159,97 +151,98 @@ def load(path: str | Path | Target, *, mesh: Mesh | None = None) -> TrainedModel
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a trained model is: a run, one of its checkpoints, or a Hugging Face directory.
+    """Location of a trained model: a run, one of its checkpoints, or a Hugging Face directory.
 
-    A run may have damaged checkpoints, which only reading finds; `first_sound` leaves them out.
+    In the methods, a checkpoint of None stands for the Hugging Face model.
     """
 
     path: str
-    """As it was given to `find_target`."""
+    """The argument of `find_target`."""
     directory: epath.Path
     """Working directory of the run, or directory of the Hugging Face model."""
     checkpoints: epath.Path | None = None
-    """Directory of the run's checkpoints; None of a Hugging Face model."""
+    """Directory of the run's checkpoints; None for a Hugging Face model."""
     step: int | None = None
-    """The checkpoint; None is the newest sound one."""
+    """Step of the checkpoint; None is the newest sound one."""
     snapshot: hub.Snapshot | None = None
-    """Where on the hub the model is; None of others."""
+    """Snapshot of a model on the hub; None for other models."""
 
     def first_sound(self, use: Callable[[Checkpoint | None], Result]) -> Result:
-        """What `use` returns for the newest checkpoint in which it finds no damage, see
-        `maxmars.checkpoint.first_sound`; or for None, of a Hugging Face model."""
+        """Result of `use` for the newest checkpoint in which it finds no damage, see
+        `maxmars.checkpoint.first_sound`; for None if this is a Hugging Face model."""
         if self.checkpoints is None:
             return use(None)
-        return first_sound(self.checkpoints, lambda stored, skipped: use(stored), self.step)
+        return first_sound(self.checkpoints, lambda checkpoint, skipped: use(checkpoint), self.step)
 
-    def recorded_config(self, stored: Checkpoint | None = None) -> Any:
-        """The configuration of the model (`ModelConfig`) as its files say it; no code runs.
+    def recorded_config(self, checkpoint: Checkpoint | None = None) -> Any:
+        """The `ModelConfig` as recorded in the files; no code runs.
 
         Args:
-          stored: one of its checkpoints; None reads the record of the newest sound one.
+          checkpoint: a checkpoint of the run; None takes the newest sound one.
         """
         if self.checkpoints is None:
             return huggingface.read_config(Path(self.directory))
-        return (stored or read(self.checkpoints, self.step)).config.model
+        return (checkpoint or read(self.checkpoints, self.step)).config.model
 
-    def config(self, stored: Checkpoint | None = None) -> Any:
-        """The configuration to use the model here, whatever the devices; see `recorded_config`.
+    def config(self, checkpoint: Checkpoint | None = None) -> Any:
+        """The `ModelConfig` to use the model on any devices; see `recorded_config`.
 
-        A module of the user's own is made by the copy of its file that the run keeps.
+        A module of the user's own comes from the run's copy of its file.
 
         Raises:
           ValueError: see `recorded_code`.
         """
-        config = self.recorded_config(stored)
+        config = self.recorded_config(checkpoint)
         if isinstance(config, GPT2Config):
+            # A run may have recorded an implementation that only its own devices have.
             return dataclasses.replace(config, attention="auto")
         return recorded_code(config, self.directory, MODEL_SOURCE)
 
-    def params(self, stored: Checkpoint | None, config: Any, abstract: Any) -> Any:
-        """The parameters of a checkpoint or of the model, on devices as `abstract` says."""
-        if stored is None:
+    def params(self, checkpoint: Checkpoint | None, config: Any, abstract: Any) -> Any:
+        """The parameters, in the shapes, dtypes and shardings of `abstract`."""
+        if checkpoint is None:
             return huggingface.load_params(Path(self.directory), config, abstract)
-        return load_params(stored, abstract)
+        return load_params(checkpoint, abstract)
 
-    def name(self, stored: Checkpoint | None) -> str:
-        """Name of the model in a checkpoint, for people."""
-        if stored is None:
+    def name(self, checkpoint: Checkpoint | None) -> str:
+        """Name of the model, for people; see `TrainedModel.name`."""
+        if checkpoint is None:
             return self.directory.name if self.snapshot is None else self.snapshot.name
-        evaluated = ", evaluation parameters" if stored.has_evaluation_params else ""
-        return f"{self.directory.name}, step {stored.step}{evaluated}"
+        evaluated = ", evaluation parameters" if checkpoint.has_evaluation_params else ""
+        return f"{self.directory.name}, step {checkpoint.step}{evaluated}"
 
-    def origin(self, stored: Checkpoint | None) -> str:
-        """The target that means these files alone."""
-        if stored is None:
+    def origin(self, checkpoint: Checkpoint | None) -> str:
+        """Path that names exactly this checkpoint or model; see `TrainedModel.origin`."""
+        if checkpoint is None:
             return str(self.directory) if self.snapshot is None else self.snapshot.origin
-        return str(stored.path)
+        return str(checkpoint.path)
 
     @property
-    def tokenizer_place(self) -> epath.Path:
-        """The directory of the tokenizer's files."""
+    def tokenizer_path(self) -> epath.Path:
+        """Directory of the tokenizer's files."""
         return self.directory if self.checkpoints is None else self.directory / TOKENIZER
 
     def tokenizer(self, config: ModelConfig) -> Tokenizer:
         """The tokenizer that the model was trained with.
 
-        Where a Hugging Face directory has none, and the vocabulary has the size of GPT-2's, or that
-        rounded up as in nanoGPT (50,304), it is GPT-2's; a note on stderr says so.
+        A Hugging Face directory without a tokenizer gets GPT-2's, and a note on stderr, if the
+        vocabulary has the size of GPT-2's, or that size rounded up as in nanoGPT (50,304).
 
         Raises:
-          FileNotFoundError: there is none, and the vocabulary is not GPT-2's.
-          ValueError: it has tokens that a model of this configuration does not know.
+          FileNotFoundError: there is no tokenizer, and the vocabulary is not GPT-2's.
+          ValueError: the tokenizer has more tokens than the model.
           ValueError, ImportError, OSError: see `maxmars.data.tokenizer.load`.
         """
-        place, is_run = self.tokenizer_place, self.checkpoints is not None
-        if is_run and not place.is_dir():
+        directory, is_run = self.tokenizer_path, self.checkpoints is not None
+        if is_run and not directory.is_dir():
             raise FileNotFoundError(
-                f"{place} is missing: a run keeps the tokenizer of its data there. Copy it "
+                f"{directory} is missing: a run keeps the tokenizer of its data there. Copy it "
                 "from where the run was trained, or start its `maxmars train` command again, which "
                 "writes it anew; other programs' tokens name it by --data.tokenizer, and data of "
                 "your own by GrainConfig(tokenizer='byte') or 'gpt2'."
             )
         try:
-            tokenizer = tokenizers.load(place)
+            tokenizer = tokenizers.load(directory)
         except FileNotFoundError:
             padding = config.vocab_size - GPT2Tokenizer.vocab_size
             if is_run or not 0 <= padding < _MOST_PADDING:
@@ -264,14 +257,15 @@ class Target:
                 )
         require(
             tokenizer.num_text_ids <= config.vocab_size,
-            f"the tokenizer in {place} has {tokenizer.num_text_ids} tokens, but the model only "
+            f"the tokenizer in {directory} has {tokenizer.num_text_ids} tokens, but the model only "
             f"{config.vocab_size}; put the one that it was trained with there.",
         )
         return tokenizer
 
     def data(self) -> DataConfig | None:
-        """The data that a run was trained on, with functions of the user's own in the copies of
-        their files that it keeps; a Hugging Face model has none.
+        """The data that a run was trained on; None for a Hugging Face model.
+
+        Functions of the user's own come from the run's copies of their files.
 
         Raises:
           ValueError: see `recorded_code`.
@@ -281,9 +275,9 @@ class Target:
         return recorded_code(read(self.checkpoints, self.step).config.data, self.directory, SOURCES)
 
     def evaluation(self) -> EvalConfig:
-        """How a run was evaluated when it last started, as recorded: its functions may run only as
-        `recorded_code` finds them. Without the record, that number of windows of the checkpoint;
-        the defaults of another model."""
+        """Settings of evaluation with which a run last started. Pass them through `recorded_code`
+        before a function in them runs. Without this record: defaults, and for a run the number of
+        windows that the checkpoint records."""
         if self.checkpoints is None:
             return EvalConfig()
         if (record := read_json(self.directory / CONFIG)) is None:
@@ -298,16 +292,15 @@ def _abstract_params(config: ModelConfig, mesh: Mesh) -> Any:
 
 
 def find_target(path: str | Path) -> Target:
-    """Find out whether a path is a run, a checkpoint or a Hugging Face directory; fetch `hf:...`.
+    """Resolve a path to a run, a checkpoint or a Hugging Face directory; fetch `hf:...`.
 
     Args:
       path: see `load`.
 
     Raises:
-      FileNotFoundError: there is nothing, or a run that has not saved a checkpoint.
-      ValueError: there is something else.
-      ImportError, OSError: it is on `gs://`, see `files.require_access`; or on the hub, see
-        `hub.fetch`.
+      FileNotFoundError: the path does not exist, or is a run that has not saved a checkpoint.
+      ValueError: the path is something else.
+      ImportError, OSError: see `files.require_access` for `gs://`, and `hub.fetch` for the hub.
     """
     if hub.is_on_hub(path):
         snapshot = hub.fetch(path)
@@ -346,21 +339,21 @@ class Exported:
 
     name: str
     architecture: str
-    """The class of `transformers` that loads it."""
+    """Class of `transformers` that loads the model."""
     num_parameters: int
     """Number of parameters, vocabulary padding left out."""
     num_bytes: int
     """Size of the weights."""
     num_files: int
-    """Of weights."""
+    """Number of files with weights."""
     notes: list[str]
-    """Differences from the model, in sentences."""
+    """What the export lacks, in sentences."""
     config: ModelConfig
     dtype: huggingface.Dtype
-    """Type of the weights."""
+    """Dtype of the weights."""
     target: Target
     checkpoint: Checkpoint | None
-    """The checkpoint that was read; None of a Hugging Face model."""
+    """The exported checkpoint; None for a Hugging Face model."""
 
 
 def export_model(
@@ -373,44 +366,46 @@ def export_model(
 ) -> Exported:
     """Write a model as a Hugging Face directory.
 
-    `out` appears complete or not at all. Of a GPT-2 the weights of one file are in memory at once,
-    vocabulary padding is left out, and biases that it lacks are written as zeros. A module of the
-    user's own says by its `export` what it is in Hugging Face's terms.
+    `out` appears complete or not at all. For GPT-2, memory holds the weights of one file at a time,
+    vocabulary padding is left out, and missing biases are written as zeros. A module of the user's
+    own gives its fields and arrays in Hugging Face's terms by its method `export`.
 
     Args:
       path: see `load`.
       out: directory to make.
-      dtype: type of the weights in it.
-      max_file_bytes: the weights are split into files of this size at most.
-      add_files: called with the complete directory before it gets the name `out`; may write more
+      dtype: dtype of the written weights.
+      max_file_bytes: most bytes of a file of weights.
+      add_files: called with the complete directory before it is renamed to `out`; may write more
         files there, such as the model card of `maxmars.train.card`.
 
     Raises:
       FileExistsError: `out` exists.
-      FileNotFoundError, ValueError: see `load`; a tokenizer is not necessary.
+      FileNotFoundError, ValueError: see `load`; a model without a tokenizer is exported too.
       OSError: the disk is full or cannot be written to.
     """
     target = find_target(path)
-    with _in_the_making(out) as directory, Progress(stderr=True) as status:
+    with _atomic_directory(out) as directory, Progress(stderr=True) as status:
         exported = target.first_sound(
-            lambda stored: _write(directory, target, stored, dtype, max_file_bytes, status)
+            lambda checkpoint: _write_directory(
+                directory, target, checkpoint, dtype, max_file_bytes, status
+            )
         )
         status.update("adding files")
         add_files(directory, exported)
         return exported
 
 
-def _write(
+def _write_directory(
     directory: Path,
     target: Target,
-    stored: Checkpoint | None,
+    checkpoint: Checkpoint | None,
     dtype: huggingface.Dtype,
     max_file_bytes: int,
     status: Progress,
 ) -> Exported:
     """Write weights, configuration and tokenizer of a checkpoint, or of a Hugging Face model."""
-    config = target.config(stored)
-    model = _hf_model(target, stored, config)
+    config = target.config(checkpoint)
+    model = _hf_model(target, checkpoint, config)
     num_bytes, notes, tokenizer = model.num_bytes(dtype), [], None
     try:
         tokenizer = target.tokenizer(config)
@@ -418,7 +413,7 @@ def _write(
         notes.append(f"Tokenizer files were not written: {in_words(error)}")
     files = huggingface.write_model(
         directory,
-        dataclasses.replace(model, arrays=_showing(model, num_bytes, status)),
+        dataclasses.replace(model, arrays=_with_progress(model, num_bytes, status)),
         dtype=dtype,
         ends_of_text=None if tokenizer is None else (tokenizer.bos, tokenizer.eot),
         max_file_bytes=max_file_bytes,
@@ -429,7 +424,7 @@ def _write(
     if isinstance(config, GPT2Config):  # biases of zeros are none
         num_parameters = Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count
     return Exported(
-        name=target.name(stored),
+        name=target.name(checkpoint),
         architecture=model.architecture,
         num_parameters=num_parameters,
         num_bytes=num_bytes,
@@ -438,44 +433,46 @@ def _write(
         config=config,
         dtype=dtype,
         target=target,
-        checkpoint=stored,
+        checkpoint=checkpoint,
     )
 
 
-def _hf_model(target: Target, stored: Checkpoint | None, config: Any) -> huggingface.HFModel:
-    """The model in Hugging Face's terms; its arrays are read one after another."""
-    if stored is None:
+def _hf_model(target: Target, checkpoint: Checkpoint | None, config: Any) -> huggingface.HFModel:
+    """The model in Hugging Face's terms, with arrays that are read one at a time."""
+    if checkpoint is None:
         weights = huggingface.open_weights(Path(target.directory), config)
         return huggingface.gpt2_model(
             config, lambda layout: (weights[name].read() for name in layout.names)
         )
     if isinstance(config, GPT2Config):
-        return huggingface.gpt2_model(config, functools.partial(_read_layout, stored))
-    return _exported_by_itself(target, stored, config)
+        return huggingface.gpt2_model(config, functools.partial(_read_layout, checkpoint))
+    return _own_export(target, checkpoint, config)
 
 
-def _showing(model: huggingface.HFModel, num_bytes: int, status: Progress) -> Iterator[np.ndarray]:
-    """The arrays of a model, each told to `status` before it is written."""
+def _with_progress(
+    model: huggingface.HFModel, num_bytes: int, status: Progress
+) -> Iterator[np.ndarray]:
+    """The arrays of a model; `status` shows the name of each before it is written."""
     for name, array in zip(model.shapes, model.arrays, strict=True):
         status.update(f"writing {name} ({num_bytes / 1e9:.1f} GB in all)")
         yield array
 
 
-def _exported_by_itself(target: Target, stored: Checkpoint, config: Any) -> huggingface.HFModel:
-    """What the `export` of a module of the user's own returns for the parameters in a checkpoint.
+def _own_export(target: Target, checkpoint: Checkpoint, config: Any) -> huggingface.HFModel:
+    """The model of the user's own module in Hugging Face's terms, by the module's `export`.
 
     Raises:
-      ValueError: it has none, or returns something else.
+      ValueError: the module has no `export`, or `export` returns something else.
     """
-    what = f"{stored.path} holds the model of {config.make}"
+    subject = f"{checkpoint.path} holds the model of {config.make}"
     if not hasattr(abstract_module(config), "export"):
         raise ValueError(
-            f"{what}, which has no method export, and is no GPT-2: export cannot know which model "
-            "of Hugging Face's it is; add the method, or take the arrays of `load(...).params` in "
-            "Python to another format."
+            f"{subject}, which has no method export, and is no GPT-2: export cannot know which "
+            "model of Hugging Face's it is; add the method, or take the arrays of "
+            "`load(...).params` in Python to another format."
         )
     mesh = sharding.make_mesh(MeshConfig(), jax.local_devices()[:1])
-    params = target.params(stored, config, _abstract_params(config, mesh))
+    params = target.params(checkpoint, config, _abstract_params(config, mesh))
     match make_model(config, params).module.export():
         case {"architectures": [str(), *_]} as fields, {**arrays} if arrays:
             shapes = {name: np.shape(array) for name, array in arrays.items()}
@@ -483,21 +480,23 @@ def _exported_by_itself(target: Target, stored: Checkpoint, config: Any) -> hugg
                 fields=fields, shapes=shapes, arrays=map(np.asarray, arrays.values())
             )
     raise ValueError(
-        f"{what}, whose export must return the fields of config.json, a dict with architectures, "
-        "and a dict of arrays by name."
+        f"{subject}, whose export must return the fields of config.json, a dict with "
+        "architectures, and a dict of arrays by name."
     )
 
 
-def _read_layout(stored: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
-    """One parameter of a checkpoint, as Hugging Face's arrays."""
-    leaf = flatten_dict(Parameters(stored.config.model).abstract)[layout.path]
-    array = np.asarray(jax.tree.leaves(load_params(stored, unflatten_dict({layout.path: leaf})))[0])
+def _read_layout(checkpoint: Checkpoint, layout: huggingface.HFLayout) -> Iterable[np.ndarray]:
+    """Read one parameter of a checkpoint as Hugging Face's arrays, one a layer where stacked."""
+    leaf = flatten_dict(Parameters(checkpoint.config.model).abstract)[layout.path]
+    array = np.asarray(
+        jax.tree.leaves(load_params(checkpoint, unflatten_dict({layout.path: leaf})))[0]
+    )
     return array if layout.stacked else [array]
 
 
 @contextlib.contextmanager
-def _in_the_making(out: str | Path) -> Generator[Path]:
-    """A directory that gets the name `out` at the end of the block, and is removed after errors."""
+def _atomic_directory(out: str | Path) -> Generator[Path]:
+    """A directory that is renamed to `out` at the end of the block, and removed after an error."""
     if "://" in str(out):
         raise ValueError(f"{out} is no local path; write to a local disk and copy the result.")
     out = Path(resolve(out))
@@ -511,7 +510,7 @@ def _in_the_making(out: str | Path) -> Generator[Path]:
             yield directory
             for path in (*directory.rglob("*"), directory):
                 descriptor = os.open(path, os.O_RDONLY)
-                os.fsync(descriptor)  # the name must not survive a power cut without the contents
+                os.fsync(descriptor)  # else a power cut could leave the name without the contents
                 os.close(descriptor)
             directory.rename(out)
     except BaseException:

@@ -1,4 +1,8 @@
-"""Validation loss of parameters over a fixed stream of windows: nats a token, bits a byte."""
+"""Validation loss of parameters over a fixed stream of windows, in nats a token and bits a byte.
+
+One jitted step evaluates a batch, in `train` and `maxmars eval`, and `plan` compiles it. The step
+returns sums, and the host adds them up, so a batch with fewer targets weighs less.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +49,13 @@ class ValidationLoss:
 def make_eval_step(
     config: ModelConfig, mesh: Mesh, token_bytes: Int32[np.ndarray, " ids"] | None = None
 ) -> Any:
-    """The jitted evaluation of one batch on a mesh, for use under `jax.set_mesh`.
+    """Make the jitted evaluation of one batch, for calls under `jax.set_mesh`.
 
-    It takes the parameters, in the mesh's shardings, and `tokens`, int32 [1, rows, T + 1], with
-    `mask` of the same shape: bool, whether a token counts as a target, or float32, the weight of
-    its loss. It returns sums over the targets, each times its mask: `nats`, `weight` (of the mask
-    itself) and, with `token_bytes` (how many bytes each id stands for, see
-    `Tokenizer.bytes_of_tokens`), `text_nats`, of the targets that stand for bytes, and `bytes`.
+    Its arguments are the parameters, in the mesh's shardings, and a batch: `tokens`, int32
+    [1, rows, T + 1], and `mask` of the same shape (bool: whether a token counts as a target;
+    float32: the weight of its loss). The results are sums over the targets, each multiplied by its
+    mask: `nats`, `weight` (the mask itself) and, with `token_bytes` (see
+    `Tokenizer.bytes_of_tokens`), `bytes` and `text_nats`, the nats of targets that stand for bytes.
     """
 
     def step(
@@ -60,12 +64,13 @@ def make_eval_step(
         rows = {name: array[0] for name, array in batch.items()}
         mask, targets = rows.pop("mask")[:, 1:], rows["tokens"][:, 1:]
         losses = token_losses(make_model(config, params), **rows)
-        # Without the barrier XLA computes the losses anew for each of the two sums of them.
+        # Without the barrier XLA computes the losses once more for their second sum, `text_nats`.
         nats = jax.lax.optimization_barrier(losses * mask.astype(losses.dtype))
         # The count of a bool mask is exact, also above 2**24.
         count_type = jnp.int32 if mask.dtype == jnp.bool else jnp.float32
         sums = {"nats": nats.sum(), "weight": mask.sum(dtype=count_type)}
         if token_bytes is not None:
+            # Ids beyond the tokenizer's, which pad a vocabulary, stand for no bytes.
             num_bytes = jnp.asarray(token_bytes).at[targets].get(mode="fill", fill_value=0)
             sums["text_nats"] = jnp.where(num_bytes > 0, nats, 0).sum()
             sums["bytes"] = (num_bytes * mask).sum(dtype=count_type)
@@ -81,10 +86,10 @@ def make_eval_step(
 def bytes_of_data(
     vocabulary: Vocabulary, log: Callable[[str], None]
 ) -> Int32[np.ndarray, " ids"] | None:
-    """How many bytes each token id of data stands for; every process calls, and gets the same.
+    """Bytes that each token id of data stands for; every process calls, and gets the same.
 
-    None where the tokenizer is unknown, or process 0, which alone opens it, cannot (its library is
-    not installed, a vocabulary is not there): `log` is told why.
+    None where the tokenizer is unknown or cannot be opened (its library is not installed, or a
+    vocabulary is missing): `log` then gets the reason. Process 0 alone opens it.
     """
     table, name = None, vocabulary.tokenizer
     if processes.is_primary() and name != UNKNOWN_TOKENIZER:
@@ -106,25 +111,25 @@ def bytes_of_data(
 def sees_later_tokens(
     eval_step: Any, mesh: Mesh, params: Any, batch: Mapping[str, jax.Array]
 ) -> bool:
-    """Whether losses in the first half of a batch's first row change with the tokens of the second.
+    """Whether losses in the first half of a batch's first row depend on the row's second half.
 
-    Other rows stay, as a model may join rows: experts of limited capacity take the first tokens of
-    a batch. The losses come from one program; where nothing is seen they differ at most by the
-    order of sums, which GPUs need not keep.
+    The tokens of the second half are changed. All other rows stay as they are, since a model may
+    join rows: experts of limited capacity take the first tokens of a batch.
     """
 
-    def halves(batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], ...]:
+    def with_changed_half(batch: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], ...]:
         tokens = batch["tokens"]
         is_row = (jnp.arange(tokens.shape[1]) == 0)[:, None]
         is_half = jnp.arange(tokens.shape[2]) < tokens.shape[2] // 2
-        one = {**batch, "mask": batch["mask"] * (is_row & is_half)}
+        masked = {**batch, "mask": batch["mask"] * (is_row & is_half)}
         changed = jnp.where(is_row & ~is_half, tokens[..., ::-1], tokens)
-        return one, {**one, "tokens": changed}
+        return masked, {**masked, "tokens": changed}
 
     with jax.set_mesh(mesh):
-        pair = jax.jit(halves, out_shardings=sharding.batch_sharding(mesh))(batch)
-        one, other = (float(jax.device_get(eval_step(params, half)["nats"])) for half in pair)
-    return abs(one - other) > 1e-6 * abs(one)
+        pair = jax.jit(with_changed_half, out_shardings=sharding.batch_sharding(mesh))(batch)
+        nats, changed_nats = (float(jax.device_get(eval_step(params, b)["nats"])) for b in pair)
+    # One program computes both, so without a leak only a GPU's order of sums may differ.
+    return abs(nats - changed_nats) > 1e-6 * abs(nats)
 
 
 def validation_loss(

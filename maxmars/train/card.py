@@ -26,7 +26,7 @@ from maxmars.config.numbers import short
 from maxmars.distributed.files import read_json, read_json_object, write_text
 from maxmars.distributed.workdir import DATA
 from maxmars.eval.hellaswag import METRICS, describe_count
-from maxmars.eval.report import data_of, harness_rows
+from maxmars.eval.report import harness_rows, loss_prefixes
 from maxmars.eval.trained_model import Exported
 from maxmars.model.parameters import Parameters
 from maxmars.train.audit import audit
@@ -209,7 +209,7 @@ def _scores_of_report(exported: Exported, report: Fields) -> Iterator[_Score]:
     names = " and ".join(model["name"] for model in models)
     require(bool(matching), f"--report has scores of {names}, and not of {exported.name}.")
     scores = matching[0]
-    for key in data_of(scores):
+    for key in loss_prefixes(scores):
         data, tokens = key.rstrip("/") or "validation split", scores[f"{key}loss_tokens"]
         bits = scores.get(f"{key}bits_per_byte")
         yield from _loss_scores(data, scores[f"{key}loss"], bits, f"{tokens:,} tokens")

@@ -149,7 +149,7 @@ def _check_tokenizer(path: str, target: Target, vocabulary: Vocabulary) -> None:
             _LOGGER.warning("the tokenizer of %s is not compared with the tokens: %s", path, error)
         return
     if mismatch is not None:
-        name = target.tokenizer_place if tokenizer.name == JsonTokenizer.name else tokenizer.name
+        name = target.tokenizer_path if tokenizer.name == JsonTokenizer.name else tokenizer.name
         raise ValueError(
             f"the weights in {path} are of another tokenizer than the tokens: {mismatch}. Prepare "
             f"the text with theirs (--tokenizer {name}), or start from other weights."

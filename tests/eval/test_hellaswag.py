@@ -236,8 +236,8 @@ def test_accuracies_and_their_standard_errors():
         labels=np.array([1, 3]),
         cut=np.array([False, True]),
     )
-    assert scores.choices.tolist() == [1, 0]  # the first of equals
-    assert scores.choices_norm.tolist() == [3, 3]
+    assert scores.predictions.tolist() == [1, 0]  # the first of equals
+    assert scores.predictions_norm.tolist() == [3, 3]
     assert scores.summary() == {
         "acc": 0.5,
         "acc_stderr": pytest.approx(np.std([0, 1], ddof=1) / 2**0.5),
