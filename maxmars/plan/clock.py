@@ -1,22 +1,22 @@
-"""How long one run of a compiled program takes on a chip, operation by operation, and on what.
+"""The time of one run of a compiled program on a chip, operation by operation.
 
-Instructions run one after the other in the order of the text, loops as often as their trip counts
-say, asynchronous transfers beside them; whoever waits for one waits until it is over. What one
-instruction takes is
+Instructions run one after the other in the order of the text, the body of a loop as often as its
+trip count says. Asynchronous transfers run beside them; their `done` waits for the end. The time of
+an instruction is
 
-* on TPUs, whose compiler writes `"estimated_cycles"` beside most instructions, those cycles;
-* of a kernel of attention on TPUs, `KERNELS`, the measured cycles of one block;
-* on GPUs, of a matrix product or of cuDNN's attention, the time of its arithmetic at
-  `PRODUCTS_SHARE` or `ATTENTION_SHARE` of the published FLOP/s, or of its bytes if that is longer;
-* of a collective, the bytes that it sends over the chip's links, all of them, in one direction;
-* of everything else, its bytes at the memory's rate, on GPUs at `MEMORY_SHARE` of it;
-* of each kernel of a GPU, `LAUNCH_S` at least.
+* on TPUs, whose compiler writes `"estimated_cycles"` beside most instructions, these cycles;
+* for a TPU's kernel of attention, the cycles of one block (`KERNELS`) times the blocks;
+* for a GPU's matrix product or cuDNN attention, its FLOPs at `PRODUCTS_SHARE` or `ATTENTION_SHARE`
+  of the published FLOP/s, or the time of its bytes if that is longer;
+* for a collective, the bytes that a chip sends at the rate of all its links in one direction;
+* for everything else, its bytes at the memory's rate, on GPUs at `MEMORY_SHARE` of this rate;
+* for each kernel of a GPU, `LAUNCH_S` at least.
 
-How far to trust it: on TPUs products and float32 streams agree with the rates of the chip to 2 to
-30 %. Elementwise work in bfloat16 is charged there as if it were float32, about 2.5 times the
-memory's time, so there is a second figure, at the memory's rate: all but products, kernels and
-collectives then takes the time of its bytes, where that is less. Exchanges between slices are not
-counted. On GPUs the three shares are those of one card, an H200; networks were not measured.
+Accuracy: on TPUs products and float32 streams agree with the rates of the chip to 2 to 30 %.
+The compiler charges elementwise work in bfloat16 as float32, about 2.5 times the memory's time, so
+there is a second figure, at the memory's rate: all but products, kernels and collectives then takes
+the time of its bytes, where that is less. Exchanges between slices are not counted. On GPUs the
+three shares were measured on one card, an H200; no network was measured.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from maxmars.plan.collectives import (
     OPS,
     Collective,
     Frame,
-    read_collective,
+    find_collectives,
+    parse_collective,
     scopes_of,
     trip_count,
-    visit,
     wire_bytes,
 )
 from maxmars.plan.hlo import Instruction, parse, shape_bytes, tuple_elements
@@ -63,22 +63,22 @@ KINDS = (
 PRODUCTS_SHARE = 0.69
 ATTENTION_SHARE = 0.22
 MEMORY_SHARE = 0.59
-"""Shares of a GPU's published rates, of FLOP/s and of memory, that operations reach on an H200 (JAX
-0.11.2, cuDNN 9). In a profile of GPT-2 small's step, 24 rows a microbatch, matrix products reached
-0.72, attention of 1,024 tokens and heads of 64 (its masked half counts nothing) 0.23, AdamW's
-update 0.61 of the memory's rate. Each is 3 to 5 % less here, for the time between kernels and
-because the profile is of the best of three steps: so the median step comes out."""
+"""Shares of a GPU's published FLOP/s and memory rate that operations reach on an H200 (JAX 0.11.2,
+cuDNN 9). In a profile of GPT-2 small's step, 24 rows a microbatch, matrix products reached
+0.72, attention of 1,024 tokens and heads of 64 (its masked half not counted) 0.23, AdamW's update
+0.61 of the memory's rate. Each share is 3 to 5 % less here, so that the sum is the median step: the
+profile lacks the time between kernels, and is of the best of three steps."""
 
 LAUNCH_S = 1.6e-6
 """Least time of a GPU's kernel. Of that profile's 24.1 ms for 12 rows, products took 12.8 and
-attention 3.6, and at AdamW's share all else takes 7.2. The rest, 0.5 ms (given to 0.1), lies
-between the 638 kernels of the 24 rows: 1.6 us each, give or take 0.5. Long kernels have it in the
-shares: added to every kernel it would count twice, as microbatches of 12 rows, which have 569
-kernels, took 0.1 to 0.5 ms more than half of 24 rows, and their bytes alone say 0.5."""
+attention 3.6, and at AdamW's share all else takes 7.2. The rest, 0.5 ms (known to 0.1), lies
+between the 638 kernels of the 24 rows: 1.6 us each, give or take 0.5. It is a minimum and not added
+to every kernel, as the shares of long kernels contain it: a microbatch of 12 rows, which has 569
+kernels, took 0.1 to 0.5 ms more than half of 24 rows, and the bytes alone give 0.5 ms."""
 
 TF32_SLOWER, FLOAT32_SLOWER = 2, 15
-"""How many times as long as bfloat16's a float32 product takes, by NVIDIA's data sheet of the H100:
-in TF32, which is XLA's default, and at JAX's precision `highest`."""
+"""Time of a float32 product over that of a bfloat16 product, by NVIDIA's data sheet of the H100: in
+TF32, which is XLA's default, and at JAX's precision `highest`."""
 
 BLOCK = 512
 KERNELS = {
@@ -107,37 +107,39 @@ KERNELS = {
         "flat_attention_backward_128": 5380 / 3,
     },
 }
-"""Cycles of one block of 512 x 512 logits, by `Chip.name` and the beginning of the kernel's name:
-of a head in splash, of a tile in flat attention, which is one head of 128 or two of 64.
+"""Cycles of one block of 512 x 512 logits, by `Chip.name` and the prefix of the kernel's name. A
+block belongs to a head in splash, and to a tile in flat attention: one head of 128 or two of 64.
 
-They are the length of the machine code (bundles, about one a cycle) that libtpu 0.0.42.1 makes for
-a row of 1,024 tokens, which has 3 causal blocks, or the time of its products in the matrix units
-where that is longer. Splash's backward kernel computes all 4 blocks."""
+The cycles are the length of the machine code (bundles, about one a cycle) that libtpu 0.0.42.1
+makes for a row of 1,024 tokens, which has 3 causal blocks, or the time of its products in the
+matrix units where that is longer. Splash's backward kernel computes all 4 blocks."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One instruction, over all its executions; or several that are alike."""
+    """One instruction, or several that are alike, over all executions."""
 
     kind: str
     """One of `KINDS`."""
     name: str
-    """End of JAX's name of it, or the instruction's own."""
+    """Last two parts of JAX's name of the operation, or the instruction's own name."""
     shape: str
-    """Of the result, or the first of several, without layout."""
+    """Shape of the result, or of the first of several results, without layout."""
     count: int
+    """Number of executions."""
     seconds: float
     at_memory_rate_seconds: float
-    """At the memory's rate, where that is less and it is no product, kernel or collective."""
+    """Seconds of the bytes at the memory's rate, where that is less and this is no product, kernel
+    or collective; else `seconds`."""
     compute_bound_seconds: float
-    """Of its matrix products, at the chip's published FLOP/s; 0 without products."""
+    """Seconds of its matrix products at the chip's published FLOP/s; 0 without products."""
     recomputed: bool
-    """Whether XLA computes it once more because memory is short."""
+    """Whether XLA repeats the operation because memory is short."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class KindClock:
-    """All operations of one kind; the fields are those of `Operation`."""
+    """Sums of fields of `Operation` over several operations."""
 
     count: int
     seconds: float
@@ -151,17 +153,16 @@ class StepClock:
 
     seconds: float
     at_memory_rate_seconds: float
-    """With all but products, kernels and collectives at the memory's rate, padding included; on
+    """Seconds with all but products, kernels and collectives at the memory's rate, with padding; on
     GPUs the same as `seconds`."""
     kinds: dict[str, KindClock]
-    """By all of `KINDS`; they sum to the whole."""
+    """The sums of each of `KINDS`, which add up to the whole."""
     recomputed: KindClock
-    """Of the operations that XLA computes once more because memory is short; `kinds` holds them
-    too."""
+    """The sums of the operations that XLA repeats because memory is short; `kinds` has them too."""
     largest: tuple[Operation, ...]
-    """The ten that take most time."""
+    """The ten operations that take most time."""
     guessed: tuple[str, ...]
-    """Names of kernels that are charged by their bytes, and of loops that are counted once because
+    """Names of kernels whose time is that of their bytes, and of loops that count once because
     their trip count depends on data."""
 
 
@@ -171,13 +172,13 @@ def step_clock(
     mesh: Mesh | None = None,
     bandwidth: Callable[[Collective], float] | None = None,
 ) -> StepClock | None:
-    """The clock of a compiled program; None of a TPU whose cycles a second are not known.
+    """The clock of a compiled program; None for a TPU whose cycles a second are not known.
 
     Args:
       program: a `jax.stages.Compiled`, or its `as_text()`.
-      chip: what it was compiled for.
-      mesh: of its devices, for the axes of the collectives that `bandwidth` is asked of.
-      bandwidth: bytes a second that a chip sends of a collective; None is the chip's fast network.
+      chip: the chip that the program was compiled for.
+      mesh: the mesh of its devices, which gives `bandwidth` the axes of a collective.
+      bandwidth: bytes a second that a chip sends in a collective; None takes the fast network's.
 
     Raises:
       ValueError: the text is not HLO.
@@ -223,11 +224,12 @@ _LAYOUT_PATH = re.compile(r"(transpose|squeeze|/slice)$")
 
 @dataclass
 class _Transfers:
-    """Transfers that run beside the instructions of one computation, by their start's name."""
+    """Asynchronous transfers beside the instructions of one computation."""
 
     free: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """When each of `links` and `memory` has carried all that was given to it."""
+    """Second at which the engine `links` or `memory` has finished all its transfers."""
     ends: dict[str, float] = field(default_factory=dict)
+    """Second at which each transfer ends, by the name of the instruction that started it."""
 
     def start(self, name: str, engine: str, now: float, seconds: float) -> None:
         self.ends[name] = self.free[engine] = max(now, self.free[engine]) + seconds
@@ -235,21 +237,23 @@ class _Transfers:
 
 @dataclass(frozen=True)
 class _Walk:
+    """The walk through a program, with the arguments of `step_clock`."""
+
     chip: Chip
     mesh: Mesh | None
     bandwidth: Callable[[Collective], float]
     guessed: set[str]
 
     def operations(self, frame: Frame) -> Iterator[Operation]:
-        """The operations of a computation, which runs from second 0; they sum to its end."""
-        now, transfers, chains = 0.0, _Transfers(), set[tuple[str, str]]()
+        """The operations of a computation, whose seconds add up to its time."""
+        now, transfers, seen = 0.0, _Transfers(), set[tuple[str, str]]()
         for instruction in frame.computation.instructions.values():
-            for operation in self._operations(frame, instruction, now, transfers, chains):
+            for operation in self._operations(frame, instruction, now, transfers, seen):
                 now += operation.seconds
                 yield operation
 
     def _operations(
-        self, frame: Frame, i: Instruction, now: float, transfers: _Transfers, chains: set
+        self, frame: Frame, i: Instruction, now: float, transfers: _Transfers, seen: set
     ) -> Iterator[Operation]:
         base = i.opcode.removesuffix("-start")
         is_async = i.opcode != base or "async-collective-start" in i.name
@@ -266,31 +270,33 @@ class _Walk:
         elif base in _MOVES and is_async:
             is_update = base == "dynamic-update-slice"
             ends = [frame.operand(i, 1).shape] if is_update else tuple_elements(i.shape)[:2]
-            moved = float(min(map(shape_bytes, ends)))
-            transfers.start(i.name, "memory", now, self._memory(moved))
+            size = float(min(map(shape_bytes, ends)))
+            transfers.start(i.name, "memory", now, self._memory_s(size))
         elif i.opcode.endswith("-done") or "async-collective-done" in i.name:
+            # A fusion has its start's name; other instructions have the start as their operand.
             start = i.name.replace("done", "start") if i.opcode == "fusion" else i.operands[0]
             wait = transfers.ends.pop(start, now) - now
             if wait > 0:
                 kind = LAYOUTS if i.opcode.removesuffix("-done") in _MOVES else COLLECTIVES
                 yield _operation(kind, i, wait, wait)
         elif base in OPS:
-            sent = self._links([read_collective(frame, i, self.mesh)])
+            seconds = self._links_s([parse_collective(frame, i, self.mesh)])
             if is_async:
-                transfers.start(i.name, "links", now, sent)
+                transfers.start(i.name, "links", now, seconds)
             else:
-                yield _operation(COLLECTIVES, i, sent, sent)
+                yield _operation(COLLECTIVES, i, seconds, seconds)
         else:
             inside = [frame.enter(i, name) for name in i.called("calls")]
-            sent = self._links(c for inner in inside for c in visit(inner, self.mesh, chains))
+            seconds = self._links_s(c for f in inside for c in find_collectives(f, self.mesh, seen))
             if "async-collective-start" in i.name:
-                transfers.start(i.name, "links", now, sent)
+                transfers.start(i.name, "links", now, seconds)
                 return
-            if sent:
-                yield _operation(COLLECTIVES, i, sent, sent)
+            if seconds:
+                yield _operation(COLLECTIVES, i, seconds, seconds)
             yield self._arithmetic(frame, i)
 
     def _loop(self, frame: Frame, i: Instruction) -> Iterator[Operation]:
+        """The operations of a loop's body, each multiplied by the trip count."""
         try:
             trips = trip_count(frame, i)
         except ValueError:
@@ -301,44 +307,27 @@ class _Walk:
             yield dataclasses.replace(o, count=trips * o.count, **seconds)
 
     def _arithmetic(self, frame: Frame, i: Instruction) -> Operation:
-        path = _path(frame, i)
+        """The operation of an instruction that computes or copies; see the top of the file."""
         if 'custom_call_target="__cudnn$fmha' in i.rest:
             return self._cudnn_attention(frame, i)
         if i.opcode == "custom-call" and _CUBLAS not in i.rest:
             # A TPU's other calls allocate buffers and the like; a GPU's are kernels of libraries.
             is_kernel = "tpu_custom_call" in i.rest or not self.chip.is_tpu
-            seconds = self._kernel(frame, i) if is_kernel else 0.0
+            seconds = self._kernel_s(frame, i) if is_kernel else 0.0
             return _operation(ATTENTION if self.chip.is_tpu else ELEMENTWISE, i, seconds, seconds)
-        streamed, products = self._memory(_streamed_bytes(frame, i)), [*_products(frame, i)]
-        bound = sum(_product_flops(*p) for p in products) / self.chip.peak_flops
+        memory_s, products = self._memory_s(_streamed_bytes(frame, i)), [*_products(frame, i)]
+        bound_s = sum(_product_flops(*p) for p in products) / self.chip.peak_flops
         estimate = re.search(r'"estimated_cycles":"(\d+)"', i.rest)
         if not self.chip.is_tpu:
             slower = max((_times_slower(*p) for p in products), default=1)
-            seconds = max(slower * bound / PRODUCTS_SHARE, streamed)
+            seconds = max(slower * bound_s / PRODUCTS_SHARE, memory_s)
         elif estimate:
-            seconds = self._cycles(float(estimate[1]))
+            seconds = self._cycles_s(float(estimate[1]))
         else:
-            seconds = streamed
-        in_loss = re.search(r"\bloss\b", path) is not None
-        if {"optimizer", "clip"} & scopes_of(path):
-            kind = OPTIMIZER
-        elif bound:
-            kind = LOSS_PRODUCTS if in_loss else PRODUCTS
-        elif in_loss:
-            kind = LOSS_ELEMENTWISE
-        elif _is_beside_attention(frame, i):
-            kind = QKV
-        elif _only_casts(frame, i):
-            kind = CASTS
-        elif (
-            i.opcode in _LAYOUT_OPCODES
-            or _LAYOUT_NAME.search(i.name)
-            or _LAYOUT_PATH.search(i.op_name)
-        ):
-            kind = LAYOUTS
-        else:
-            kind = ELEMENTWISE
-        return _operation(kind, i, seconds, seconds if bound else min(seconds, streamed), bound)
+            seconds = memory_s
+        at_memory_rate_s = seconds if bound_s else min(seconds, memory_s)
+        kind = _kind(frame, i, has_products=bound_s > 0)
+        return _operation(kind, i, seconds, at_memory_rate_s, bound_s)
 
     def _cudnn_attention(self, frame: Frame, i: Instruction) -> Operation:
         batch, length, heads, width = _dims(frame.operand(i, 0).shape)
@@ -347,36 +336,36 @@ class _Walk:
         products = 5 if "Backward" in i.rest else 2
         flops = products * 2 * batch * heads * length * keys * width
         flops /= 2 if '"CAUSAL"' in i.rest else 1
-        bound = flops / self.chip.peak_flops
-        seconds = max(bound / ATTENTION_SHARE, self._memory(_streamed_bytes(frame, i)))
-        return _operation(ATTENTION, i, seconds, seconds, bound)
+        bound_s = flops / self.chip.peak_flops
+        seconds = max(bound_s / ATTENTION_SHARE, self._memory_s(_streamed_bytes(frame, i)))
+        return _operation(ATTENTION, i, seconds, seconds, bound_s)
 
-    def _kernel(self, frame: Frame, i: Instruction) -> float:
+    def _kernel_s(self, frame: Frame, i: Instruction) -> float:
         table = KERNELS.get(self.chip.name, {})
-        name = next((name for name in table if i.name.startswith(name)), None)
-        if name is None:
+        prefix = next((prefix for prefix in table if i.name.startswith(prefix)), None)
+        if prefix is None:
             self.guessed.add(re.sub(r"\.\d+$", "", i.name))
-            return self._memory(_streamed_bytes(frame, i))
+            return self._memory_s(_streamed_bytes(frame, i))
         operands = [frame.operand(i, k).shape for k in range(len(i.operands))]
         queries = next(_dims(x) for x in operands if re.match(r"b?f\d+\[\d+,\d+,", x))
         *others, length, width = queries  # of splash [B, H, T, K], of flat attention [B, T, H K]
-        tiles = math.prod(others) * (1 if name.startswith("splash") else math.ceil(width / 128))
-        # Causal attention in n x n blocks skips those above the diagonal, in which no query sees a
-        # key. One kernel computes them nevertheless.
+        tiles = math.prod(others) * (1 if prefix.startswith("splash") else math.ceil(width / 128))
+        # Causal attention in n x n blocks skips the blocks above the diagonal, in which no query
+        # sees a key. Only splash's backward kernel computes them too.
         n = math.ceil(length / BLOCK)
-        blocks = n * n if name == "splash_mha_dkv" else n * (n + 1) // 2
-        return self._cycles(tiles * blocks * table[name])
+        blocks = n * n if prefix == "splash_mha_dkv" else n * (n + 1) // 2
+        return self._cycles_s(tiles * blocks * table[prefix])
 
-    def _cycles(self, cycles: float) -> float:
+    def _cycles_s(self, cycles: float) -> float:
         assert self.chip.clock_hz is not None
         return cycles / self.chip.clock_hz
 
-    def _memory(self, size: float) -> float:
+    def _memory_s(self, size: float) -> float:
         if self.chip.is_tpu:
             return size / self.chip.memory_bandwidth
         return max(LAUNCH_S, size / (MEMORY_SHARE * self.chip.memory_bandwidth))
 
-    def _links(self, collectives: Iterable[Collective]) -> float:
+    def _links_s(self, collectives: Iterable[Collective]) -> float:
         return math.fsum(wire_bytes(c) / self.bandwidth(c) for c in collectives)
 
 
@@ -385,54 +374,77 @@ def _operation(
 ) -> Operation:
     name = "/".join(i.op_name.split("/")[-2:]) or i.name
     shape = re.sub(r"\{.*", "", tuple_elements(i.shape)[0])
-    # XLA writes .remat, .remat2, .remat_uncompressed; .rematerialized is what it fills anew.
+    # XLA writes .remat, .remat2, .remat_uncompressed; a .rematerialized buffer is filled anew.
     recomputed = re.search(r"\.remat(?!erialized)", i.name) is not None
     return Operation(kind, name, shape, 1, seconds, at_memory_rate, compute_bound, recomputed)
 
 
-def _is_beside_attention(frame: Frame, i: Instruction) -> bool:
-    """Whether a kernel of attention reads its result, or makes what it reads."""
-    made, users = frame.computation.instructions, frame.computation.users
+def _kind(frame: Frame, i: Instruction, *, has_products: bool) -> str:
+    path = _path(frame, i)
+    in_loss = re.search(r"\bloss\b", path) is not None
+    if {"optimizer", "clip"} & scopes_of(path):
+        return OPTIMIZER
+    if has_products:
+        return LOSS_PRODUCTS if in_loss else PRODUCTS
+    if in_loss:
+        return LOSS_ELEMENTWISE
+    if _is_beside_attention(frame, i):
+        return QKV
+    if _only_casts(frame, i):
+        return CASTS
+    changes_layout = (
+        i.opcode in _LAYOUT_OPCODES or _LAYOUT_NAME.search(i.name) or _LAYOUT_PATH.search(i.op_name)
+    )
+    return LAYOUTS if changes_layout else ELEMENTWISE
 
-    def is_near(near: Iterable[Instruction], further: Callable[[Instruction], Any]) -> bool:
+
+def _is_beside_attention(frame: Frame, i: Instruction) -> bool:
+    """Whether the result goes into a kernel of attention, or an operand comes from one."""
+    by_name, users = frame.computation.instructions, frame.computation.users
+
+    def reaches_kernel(
+        neighbours: Iterable[Instruction], step: Callable[[Instruction], Iterable[Instruction]]
+    ) -> bool:
         return any(
             re.search(r'"(tpu_custom_call|__cudnn\$fmha)', x.rest)
-            or (x.opcode in ("bitcast", "get-tuple-element") and is_near(further(x), further))
-            for x in near
+            or (x.opcode in ("bitcast", "get-tuple-element") and reaches_kernel(step(x), step))
+            for x in neighbours
         )
 
-    def before(x: Instruction) -> list[Instruction]:
-        return [made[name] for name in x.operands]
+    def operands(x: Instruction) -> list[Instruction]:
+        return [by_name[name] for name in x.operands]
 
-    def after(x: Instruction) -> list[Instruction]:
+    def results(x: Instruction) -> list[Instruction]:
         return users[x.name]
 
-    return is_near(before(i), before) or is_near(after(i), after)
+    return reaches_kernel(operands(i), operands) or reaches_kernel(results(i), results)
 
 
 def _only_casts(frame: Frame, i: Instruction) -> bool:
-    """Whether it converts what it reads, or parts of it, and does nothing else."""
+    """Whether an instruction converts dtypes of its operands, or of slices of them, and no more."""
     inside = [frame.enter(i, name) for name in i.called("calls")]
     opcodes = {x.opcode for f in inside for x in f.computation.instructions.values()} or {i.opcode}
     return "convert" in opcodes and opcodes <= {"convert", *_READS_A_PART, *_FREE}
 
 
 def _path(frame: Frame, i: Instruction) -> str:
-    """An instruction's path; the caller's if the compiler made it and gave it none."""
+    """Path of an instruction; the caller's where the compiler gave it none."""
     if i.path or frame.outer is None:
         return i.path
     return _path(*frame.outer)
 
 
-# Bytes that an instruction moves from and to memory.
+# Bytes that an instruction moves from and to memory. Where an operand is only sliced, or a result
+# only updated in place, the bytes of the slice or the update count: a loop over layers carries
+# arrays of all layers and touches one layer an iteration.
 
 
 def _streamed_bytes(frame: Frame, i: Instruction) -> float:
-    """Operands and result; where only a slice or rows are read or written, these."""
+    """Bytes of operands and result of an instruction; of their slices where only these move."""
     operands = [frame.operand(i, k) for k in range(len(i.operands))]
-    if i.opcode == "dynamic-update-slice":
+    if i.opcode == "dynamic-update-slice":  # reads the update, writes it in place
         return 2 * _padded_bytes(operands[1].shape)
-    if i.opcode == "scatter":
+    if i.opcode == "scatter":  # reads indices, updates and the rows of the table, writes the rows
         return _padded_bytes(operands[1].shape) + 3 * _padded_bytes(operands[2].shape)
     if i.opcode in _READS_A_PART:
         return 2 * _padded_bytes(i.shape)
@@ -440,29 +452,30 @@ def _streamed_bytes(frame: Frame, i: Instruction) -> float:
         # A library's kernel returns its working space as well, as an array of bytes.
         results = (x for x in tuple_elements(i.shape) if not x.startswith(("s8[", "u8[")))
         return math.fsum(map(_padded_bytes, (*results, *(x.shape for x in operands))))
-    # An asynchronous fusion starts with the shapes of (operands, result, context).
+    # The shape of an asynchronous fusion is (operands, result, context).
     shape = i.shape if i.opcode == "fusion" else tuple_elements(i.shape)[1]
     inside = frame.enter(i, i.called("calls")[0])
     instructions = inside.computation.instructions.values()
     parameters = {x.arguments: x.name for x in instructions if x.opcode == "parameter"}
-    read = math.fsum(
+    read_bytes = math.fsum(
         _read_bytes(inside, parameters[f"{k}"], x.shape) for k, x in enumerate(operands)
     )
+    # The root may be a fusion itself, whose root updates an array in place.
     while (root := inside.computation.root).opcode == "fusion":
         inside = inside.enter(root, root.called("calls")[0])
     writes = inside.computation.instructions.values()
     updates = [inside.operand(x, 1).shape for x in writes if x.opcode == "dynamic-update-slice"]
-    # Rows of a table are read and written.
+    # A scatter reads the rows of its table and writes them.
     updates += 2 * [inside.operand(x, 2).shape for x in writes if x.opcode == "scatter"]
-    return read + sum(map(_padded_bytes, updates or [shape]))
+    return read_bytes + sum(map(_padded_bytes, updates or [shape]))
 
 
 def _read_bytes(frame: Frame, name: str, shape: str) -> float:
-    """Bytes that a fusion reads of an argument of this shape, through the fusions within it."""
+    """Bytes that a fusion reads of its parameter `name`; fusions within it are searched too."""
     whole, size = _padded_bytes(shape), 0.0
     for user in frame.computation.users[name]:
         position = user.operands.index(name)
-        if user.opcode in _READS_A_PART and not position:
+        if user.opcode in _READS_A_PART and not position:  # operand 0 is sliced, others are indices
             size += _padded_bytes(user.shape)
         elif user.opcode in ("bitcast", "convert") and frame.computation.users[user.name]:
             ratio = shape_bytes(shape) / max(1, shape_bytes(user.shape))
@@ -475,14 +488,15 @@ def _read_bytes(frame: Frame, name: str, shape: str) -> float:
                 if x.opcode == "parameter" and x.arguments == f"{position}"
             )
             size += _read_bytes(inside, parameter.name, shape)
+        # Operand 0 of these two is updated in place, and not read.
         elif user.opcode not in ("dynamic-update-slice", "scatter") or position:
             return whole
     return min(whole, size)
 
 
 def _padded_bytes(shape: str) -> float:
-    """Bytes in the chip's main memory; what lies in another (`S(1)`) is 0. An array in tiles,
-    `T(8,128)`, as on TPUs, takes whole tiles."""
+    """Bytes of a shape in the chip's main memory; 0 for an array in another memory, `S(1)`. An
+    array in tiles, `T(8,128)`, as on TPUs, takes whole tiles."""
     if shape.startswith("("):
         return math.fsum(map(_padded_bytes, tuple_elements(shape)))
     match = re.match(r"(\w+)\[[\d,]+\](?:\{([\d,]*)(:[^}]*)?\})?", shape)
@@ -491,8 +505,8 @@ def _padded_bytes(shape: str) -> float:
     if "T(" not in (match[3] or ""):
         return float(shape_bytes(shape))
     sizes = _dims(shape)
-    order = [int(n) for n in (match[2] or "").split(",") if n] or [*range(len(sizes))][::-1]
-    from_minor = [sizes[axis] for axis in order]
+    minor_to_major = [int(n) for n in (match[2] or "").split(",") if n]
+    from_minor = [sizes[axis] for axis in minor_to_major or reversed(range(len(sizes)))]
     for axis, tile in zip(range(len(from_minor)), (128, 8), strict=False):
         from_minor[axis] = math.ceil(from_minor[axis] / tile) * tile
     return math.prod(from_minor) * shape_bytes(f"{match[1]}[8]") / 8
@@ -518,7 +532,7 @@ def _products(frame: Frame, i: Instruction) -> Iterator[tuple[Frame, Instruction
 
 
 def _times_slower(frame: Frame, i: Instruction) -> int:
-    """How many times as long as one of bfloat16 a product takes on a GPU."""
+    """Time of a product on a GPU over that of the same product in bfloat16."""
     if not frame.operand(i, 0).shape.startswith("f32"):
         return 1
     highest = re.search(r"operand_precision\W+highest", i.rest, re.IGNORECASE)
@@ -539,23 +553,24 @@ def _product_flops(frame: Frame, i: Instruction) -> int:
     lefts, rights, outs = labels.groups()
     window = dict(re.findall(r"(\w+)=([\w\-]+)", i.attributes.get("window", "")))
     products = 1
-    # Example: a row of 5 with 1 of padding on each side, a kernel of 3 and a stride of 2. Output o
-    # and kernel entry k meet at input 2 o + k - 1, which for o, k in 0..2 is
+    # Products with padding are not computed. Example: a row of 5 with 1 of padding on each side, a
+    # kernel of 3 and a stride of 2. Output o and kernel entry k meet at input 2 o + k - 1, which
+    # for o, k in 0..2 is
     #
     #   -1 0 1 | 1 2 3 | 3 4 5
     #
     # of which 7 lie in the row: 7 products of 9.
-    for axis in range(len(lefts) - 2):  # those that lie in the padding are not computed
-        stride, apart, dilation = (
+    for axis in range(len(lefts) - 2):
+        stride, lhs_dilation, rhs_dilation = (
             int(window[key].split("x")[axis]) if key in window else 1
             for key in ("stride", "lhs_dilate", "rhs_dilate")
         )
-        before = int(window["pad"].split("x")[axis].split("_")[0]) if "pad" in window else 0
+        padding = int(window["pad"].split("x")[axis].split("_")[0]) if "pad" in window else 0
         label = str(axis)
-        results = np.arange(out[outs.index(label)])[:, None] * stride
-        index = results + np.arange(right[rights.index(label)]) * dilation - before
-        end = (left[lefts.index(label)] - 1) * apart
-        products *= int(((index >= 0) & (index <= end) & (index % apart == 0)).sum())
+        starts = np.arange(out[outs.index(label)])[:, None] * stride - padding
+        inputs = starts + np.arange(right[rights.index(label)]) * rhs_dilation
+        end = (left[lefts.index(label)] - 1) * lhs_dilation
+        products *= int(((inputs >= 0) & (inputs <= end) & (inputs % lhs_dilation == 0)).sum())
     groups = int(i.attributes.get("feature_group_count", 1))
     batch = left[lefts.index("b")] // int(i.attributes.get("batch_group_count", 1))
     return 2 * left[lefts.index("f")] // groups * right[rights.index("o")] * batch * products

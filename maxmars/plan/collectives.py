@@ -1,8 +1,8 @@
-"""The collectives of a compiled program: which data moves between devices, and how many bytes.
+"""The collectives of a compiled program: their bytes, and the mesh axes that they run over.
 
-`collectives` reads the text of an optimised HLO module. It walks from the entry computation
-through loops, calls, fusions and conditionals, and multiplies by each loop's trip count. (The
-compiler's own cost analysis counts a loop's body once, and says nothing of networks.)
+`collectives` walks the text of an optimised HLO module from the entry computation through loops,
+calls, fusions and conditionals, and multiplies by each loop's trip count. (The compiler's own cost
+analysis counts a loop's body once, and knows no networks.)
 
 The file goes from the whole to the parts: the collectives, the walk, the trip counts of loops, the
 groups of devices.
@@ -33,14 +33,7 @@ from typing import Any, Literal
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from maxmars.plan.hlo import (
-    Computation,
-    Instruction,
-    Module,
-    parse,
-    shape_bytes,
-    tuple_elements,
-)
+from maxmars.plan.hlo import Computation, Instruction, Module, parse, shape_bytes, tuple_elements
 
 OPS = (
     "all-gather",
@@ -52,11 +45,11 @@ OPS = (
     "collective-broadcast",
 )
 SCOPES = ("model", "clip", "optimizer")
-"""Names that the train step gives its parts with `jax.named_scope`."""
+"""Names of the train step's parts, set by `jax.named_scope`."""
 
 Phase = Literal["model", "optimizer", "mixed"]
-"""Of a collective. `model` includes the norm of the gradient for the clip. `mixed` are collectives
-that the compiler merged from both phases, or that have no name."""
+"""Phase of the step that a collective serves. `model` includes the norm of the gradient for the
+clip. `mixed` are collectives that the compiler merged from both phases, or that have no name."""
 
 
 @dataclass(frozen=True)
@@ -70,19 +63,19 @@ class Collective:
     count: int
     """Executions: the product of the trip counts of the loops around it."""
     axes: tuple[str, ...] | None
-    """Mesh axes that it runs over, in mesh order; None if no set of axes fits, or without mesh."""
+    """Mesh axes of the groups of devices, in mesh order; None if no axes fit, or without a mesh."""
     group_size: int
-    """Devices that take part in one exchange; 2 for a permute."""
+    """Number of devices in one exchange; 2 for a permute."""
     name: str
     """Name of the instruction."""
     scopes: frozenset[str]
-    """The `SCOPES` that it serves: several if the compiler merged collectives; empty outside."""
+    """The `SCOPES` served: several if the compiler merged collectives; empty outside of them."""
     between_slices: bool = False
-    """Whether it goes from slice to slice, over the data center's network."""
+    """Whether data go from slice to slice, over the data center's network."""
 
     @property
     def phase(self) -> Phase:
-        """The phase of the step that it serves."""
+        """Phase of the step, by the scopes."""
         if self.scopes == {"optimizer"}:
             return "optimizer"
         return "model" if self.scopes and "optimizer" not in self.scopes else "mixed"
@@ -91,18 +84,17 @@ class Collective:
 def collectives(
     program: Any, mesh: Mesh | AbstractMesh | None = None, *, num_slices: int = 1
 ) -> tuple[Collective, ...]:
-    """The collectives of a compiled program, in the order of its text.
+    """List the collectives of a compiled program, in the order of its text.
 
-    An asynchronous pair counts once. Of a conditional, the branch that moves the most bytes counts.
-    A loop's condition runs once more than its body. Bytes are those of the logical shape, without
-    padding to tiles.
+    An asynchronous pair counts once, and a conditional as its branch that moves the most bytes.
+    Bytes are those of the logical shape, without padding to tiles.
 
     Args:
       program: a `jax.stages.Compiled`, or its `as_text()`.
       mesh: the mesh that the program was compiled for. Replica groups number the devices in the
         order of `mesh.devices.flat`, whatever their ids are.
-      num_slices: TPU slices that the mesh's first axis goes over. An exchange between slices counts
-        with the bytes that it sends, padding to tiles included.
+      num_slices: number of TPU slices that the mesh's first axis spans. An exchange between slices
+        counts with the bytes sent, padding to tiles included.
 
     Raises:
       ValueError: the text is not HLO, or the trip count of a loop with collectives is unknown; the
@@ -111,25 +103,26 @@ def collectives(
     module = parse(program)
     entry = Frame(module, module.computations[module.entry])
     if mesh is None or num_slices == 1:
-        return tuple(visit(entry, mesh, set()))
+        return tuple(find_collectives(entry, mesh, set()))
+    # The program is that of one slice, whose mesh has a shorter first axis.
     first, *rest = mesh.axis_names
     shape = (mesh.shape[first] // num_slices, *(mesh.shape[name] for name in rest))
-    collectives = visit(entry, AbstractMesh(shape, mesh.axis_names), set())
+    slice_mesh = AbstractMesh(shape, mesh.axis_names)
     return tuple(
         dataclasses.replace(c, axes=(first,), group_size=num_slices) if c.between_slices else c
-        for c in collectives
+        for c in find_collectives(entry, slice_mesh, set())
     )
 
 
 def total_bytes(
     collectives: Iterable[Collective], *, op: str | None = None, axes: tuple[str, ...] | None = None
 ) -> int:
-    """Bytes of the collectives with this operation and these axes; None stands for any."""
+    """Sum of the bytes of the collectives with operation `op` and `axes`; None stands for any."""
     return sum(c.bytes for c in collectives if op in (None, c.op) and axes in (None, c.axes))
 
 
 def wire_bytes(collective: Collective) -> float:
-    """Bytes that one device sends if rings carry the collective."""
+    """Bytes that one device sends in a collective, on rings."""
     if collective.op in ("collective-permute", "collective-broadcast"):
         return float(collective.bytes)
     n = collective.group_size
@@ -141,48 +134,50 @@ def wire_bytes(collective: Collective) -> float:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """A computation and its caller, as a stack of calls."""
+    """A computation and its callers: a stack of calls."""
 
     module: Module
     computation: Computation
     outer: tuple[Frame, Instruction] | None = None
     """The calling frame and instruction; None for the entry computation."""
     state: dict[tuple[int, ...], int] | None = None
-    """Of a loop whose trips are being counted: the known integers of its state, by their path in
-    the tuple."""
+    """For the body or condition of a loop whose trips are being counted: the known integers of the
+    loop's state, by their path in the tuple."""
 
     def enter(self, caller: Instruction, name: str, state: Any = None) -> Frame:
-        """The frame of a computation that an instruction of this one calls."""
+        """The frame of computation `name`, which an instruction of this computation calls."""
         return Frame(self.module, self.module.computations[name], (self, caller), state)
 
     def operand(self, instruction: Instruction, index: int) -> Instruction:
         return self.computation.instructions[instruction.operands[index]]
 
 
-def visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Collective]:
-    """The collectives of a computation; `chains` has the chain and the channel of those that libtpu
-    repeats and that were already met."""
+def find_collectives(frame: Frame, mesh: Any, seen: set[tuple[str, str]]) -> Iterator[Collective]:
+    """Find the collectives of a computation, and of the computations that it calls.
+
+    `seen` holds the chain and the channel of each collective that libtpu repeats.
+    """
     for instruction in frame.computation.instructions.values():
         opcode = instruction.opcode
         if opcode.removesuffix("-start") in OPS:
             attributes = instruction.attributes
             # Each fusion of an asynchronous collective holds a copy of it: the first one counts.
             chain = re.search(r'chain_id="(\w+)"', attributes.get("frontend_attributes", ""))
-            link = chain and (chain[1], attributes.get("channel_id", ""))
-            if link not in chains:
-                yield read_collective(frame, instruction, mesh)
-            if link is not None:
-                chains.add(link)
+            key = chain and (chain[1], attributes.get("channel_id", ""))
+            if key not in seen:
+                yield parse_collective(frame, instruction, mesh)
+            if key is not None:
+                seen.add(key)
         elif opcode == "send" and "_xla_megascale_transfer_type" in instruction.rest:
-            yield _collective_between_slices(frame, instruction)
+            yield _parse_exchange_between_slices(frame, instruction)
         elif opcode == "while":
             body_and_condition = [
-                list(visit(frame.enter(instruction, name), mesh, set()))
+                list(find_collectives(frame.enter(instruction, name), mesh, set()))
                 for name in instruction.called("body", "condition")
             ]
             if any(body_and_condition):  # a loop without collectives may run as long as it likes
                 trips = trip_count(frame, instruction)
-                # The condition runs once more than the body: it also says no.
+                # The condition runs once more than the body: the last time it is false.
                 for collectives, times in zip(body_and_condition, (trips, trips + 1), strict=True):
                     for c in collectives:
                         yield dataclasses.replace(c, bytes=c.bytes * times, count=c.count * times)
@@ -190,15 +185,19 @@ def visit(frame: Frame, mesh: Any, chains: set[tuple[str, str]]) -> Iterator[Col
             names = instruction.called(
                 "branch_computations", "true_computation", "false_computation"
             )
-            branches = [list(visit(frame.enter(instruction, n), mesh, set())) for n in names]
+            branches = [
+                list(find_collectives(frame.enter(instruction, n), mesh, set())) for n in names
+            ]
             yield from max(branches, key=total_bytes)
         elif opcode in ("call", "fusion", "async-start", "custom-call"):
-            inside = chains if opcode == "fusion" else set()
+            # Only fusions of one computation repeat a collective.
+            seen_inside = seen if opcode == "fusion" else set()
             for name in instruction.called("calls", "to_apply", "called_computations"):
-                yield from visit(frame.enter(instruction, name), mesh, inside)
+                yield from find_collectives(frame.enter(instruction, name), mesh, seen_inside)
 
 
-def read_collective(frame: Frame, instruction: Instruction, mesh: Any) -> Collective:
+def parse_collective(frame: Frame, instruction: Instruction, mesh: Any) -> Collective:
+    """The collective of an instruction, for one execution."""
     op = instruction.opcode.removesuffix("-start")
     shape = instruction.shape
     if op != instruction.opcode and op != "all-reduce":
@@ -221,12 +220,12 @@ def read_collective(frame: Frame, instruction: Instruction, mesh: Any) -> Collec
     return Collective(op, size, 1, axes, group_size, instruction.name, scopes)
 
 
-def _collective_between_slices(frame: Frame, send: Instruction) -> Collective:
+def _parse_exchange_between_slices(frame: Frame, send: Instruction) -> Collective:
     attributes = send.attributes.get("frontend_attributes", "")
     match = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
     op = match[1].lower().replace("_", "-") if match else "collective-permute"
     size = shape_bytes(tuple_elements(send.shape)[0])
-    # A send has no path of its own: it serves what the instructions that made its operand serve.
+    # A send has no path of its own; its scopes are those of the instructions that made its operand.
     scopes = _nearest_scopes(frame, frame.operand(send, 0), "operands")
     if not scopes and frame.outer is not None:
         scopes = _scopes(*frame.outer)
@@ -234,12 +233,12 @@ def _collective_between_slices(frame: Frame, send: Instruction) -> Collective:
 
 
 def _scopes(frame: Frame, instruction: Instruction) -> frozenset[str]:
-    """The scopes in an instruction's path; if it has no path, those of its users or its caller.
+    """The scopes in an instruction's path; without a path, the scopes of its users or its caller.
 
     An instruction without a path was made by the compiler, or has the name of an argument.
     """
-    # A collective that the compiler put in, such as the all-gather of a parameter, serves those
-    # who read its result. If it is the root of a fusion or a loop, they stand outside of it.
+    # A collective that the compiler inserted, such as the all-gather of a parameter, serves the
+    # users of its result. The users of the root of a fusion or a loop stand outside of it.
     scopes = _nearest_scopes(frame, instruction, "users")
     if not scopes and not instruction.path and frame.outer is not None:
         return _scopes(*frame.outer)
@@ -249,7 +248,7 @@ def _scopes(frame: Frame, instruction: Instruction) -> frozenset[str]:
 def _nearest_scopes(
     frame: Frame, start: Instruction, towards: Literal["users", "operands"]
 ) -> frozenset[str]:
-    """The scopes in the first paths that are met on the ways from an instruction."""
+    """The scopes in the nearest paths, from an instruction towards its users or operands."""
     computation, scopes, todo, seen = frame.computation, set(), [start], set()
     while todo:
         current = todo.pop()
@@ -265,15 +264,15 @@ def _nearest_scopes(
 
 
 def scopes_of(path: str) -> set[str]:
-    """The `SCOPES` in the path of an operation."""
+    """The `SCOPES` in the path of an operation; several if the compiler merged operations."""
     # A merged instruction has a path `a/(b/c:d/e)`; `jit(clip)` is jnp.clip and not a scope.
-    pieces = re.sub(r"jit\([^()]*\)", "", path).split(":")
-    words = [[word for word in re.findall(r"\w+", piece) if word in SCOPES] for piece in pieces]
-    return {in_path[0] for in_path in words if in_path}
+    paths = re.sub(r"jit\([^()]*\)", "", path).split(":")
+    scopes = [[name for name in re.findall(r"\w+", p) if name in SCOPES] for p in paths]
+    return {of_path[0] for of_path in scopes if of_path}
 
 
 # Trip counts. libtpu writes none, so a loop is run here, with nothing but the integers that its
-# condition depends on. One over the layers of a model looks like this, without its arrays:
+# condition depends on. A loop over the layers of a model looks like this, without its arrays:
 #
 #   condition (state) { i = get-tuple-element(state), index=0
 #                       n = constant(48)
@@ -284,13 +283,13 @@ def scopes_of(path: str) -> set[str]:
 #                       ROOT tuple(next, ...) }
 #   while(start), condition=condition, body=body
 #
-# `_value` asks for the root of the condition, which asks for element 0 of the state: the first time
-# that of `start`, later that of the body's root, to which `_advance` has come. The known elements
-# are a dict from their path in the tuple to the integer. Elsewhere the bound is not a constant but
-# an element of the state too, which no iteration changes (`_invariant`).
+# `_value` evaluates the root of the condition, which needs element 0 of the state: at first that of
+# `start`, later that of the body's root, by `_advance`. The known elements are a dict from their
+# path in the tuple to the integer. In other programs the bound is an element of the state too,
+# which no iteration changes (`_invariant`).
 
-_MOST_TRIPS = 10_000  # running a loop that never ends must not take long
-_SAME = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done", "opt-barrier")
+_MAX_TRIPS = 10_000  # a loop that never ends must not take long here
+_PASS_THROUGH = ("copy", "bitcast", "reshape", "convert", "copy-start", "copy-done", "opt-barrier")
 _ARITHMETIC = {
     "add": operator.add,
     "subtract": operator.sub,
@@ -302,11 +301,11 @@ _ARITHMETIC = {
 
 
 class _UnknownError(Exception):
-    """A number depends on data; names the instruction."""
+    """A number depends on data; the message names the instruction."""
 
 
 def trip_count(frame: Frame, loop: Instruction) -> int:
-    """How often the body of a loop runs.
+    """Number of iterations of a loop.
 
     Raises:
       ValueError: the number depends on data; the message names the loop.
@@ -316,24 +315,24 @@ def trip_count(frame: Frame, loop: Instruction) -> int:
         return int(known[1])
     state: dict[tuple[int, ...], int] = {}
     try:
-        for trips in range(_MOST_TRIPS):
+        for trips in range(_MAX_TRIPS):
             condition = frame.enter(loop, loop.called("condition")[0], state)
             if not _value(condition, condition.computation.root):
                 return trips
             state = _advance(frame, loop, state)
-        reason = f"it is still running after {_MOST_TRIPS} iterations"
+        reason = f"it is still running after {_MAX_TRIPS} iterations"
     except _UnknownError as error:
         reason = f"{error} is not known"
     raise ValueError(f"cannot tell how often the loop {loop.name!r} runs: {reason}.")
 
 
 def _advance(frame: Frame, loop: Instruction, state: dict[Any, int]) -> dict[Any, int]:
-    """The state after one more iteration. In the first iteration `state` grows by all integers that
-    the known ones depend on."""
+    """The state after one more iteration. The first call adds to `state` all integers on which the
+    known integers depend."""
     body = frame.enter(loop, loop.called("body")[0], state)
     new: dict[Any, int] = {}
-    # An element may depend on another that nobody asked for yet. `_argument` then adds that one to
-    # `state` while this runs, so it too needs a value for the next iteration.
+    # An element may depend on another that was not needed before. `_argument` then adds that other
+    # to `state` while this loop runs, and it too needs a value for the next iteration.
     while len(new) < len(state):
         for path in state.keys() - new.keys():
             new[path] = _value(body, body.computation.root, path)
@@ -357,7 +356,7 @@ def _value(frame: Frame, instruction: Instruction, path: tuple[int, ...] = ()) -
             return _invariant(frame, instruction, path)
         case "parameter" if frame.outer is not None:
             return _argument(frame, *frame.outer, int(instruction.arguments), path)
-        case opcode if opcode in _SAME:
+        case opcode if opcode in _PASS_THROUGH:
             return _value(frame, frame.operand(instruction, 0), path)
         case opcode if opcode in _ARITHMETIC or opcode == "compare":
             sides = [_value(frame, frame.operand(instruction, i)) for i in (0, 1)]
@@ -369,8 +368,9 @@ def _value(frame: Frame, instruction: Instruction, path: tuple[int, ...] = ()) -
 def _argument(
     frame: Frame, parent: Frame, caller: Instruction, index: int, path: tuple[int, ...]
 ) -> int:
-    # A parameter of a call is its operand. That of a loop's body is the state: as it is now in a
-    # loop whose trips are being counted, as it always was in one around it.
+    # A parameter of a call is the call's operand. The parameter of a loop's body is the loop's
+    # state: the current one if its trips are being counted; in a loop around that one, only an
+    # element that no iteration changes is known.
     if caller.opcode != "while":
         return _value(parent, parent.operand(caller, index), path)
     if frame.state is None:
@@ -381,15 +381,15 @@ def _argument(
 
 
 def _invariant(frame: Frame, loop: Instruction, path: tuple[int, ...]) -> int:
-    """An integer of a loop's state that no iteration changes, since the first does not."""
+    """An integer of a loop's state that no iteration changes, as the first iteration does not."""
     state = {path: _value(frame, frame.operand(loop, 0), path)}
     if _advance(frame, loop, state) != state:
         raise _UnknownError(f"a counter of the loop {loop.name!r} around it")
     return state[path]
 
 
-# Groups of devices, and the mesh axes that they run along. Devices are numbered in the order of
-# `mesh.devices.flat`, whatever their ids are.
+# Groups of devices, and their mesh axes. Devices are numbered in the order of `mesh.devices.flat`,
+# whatever their ids are.
 
 _Groups = frozenset[frozenset[int]]
 
@@ -408,8 +408,8 @@ def _replica_groups(text: str, num_devices: int) -> _Groups:
     if text.startswith("{"):
         groups = _explicit_groups(text) or [range(num_devices)]
     elif text.startswith("["):
-        dims, _, order = text.partition("<=")
-        groups = _iota(order).reshape(_numbers(dims)).tolist()
+        dims, _, iota = text.partition("<=")
+        groups = _iota(iota).reshape(_numbers(dims)).tolist()
     elif match := re.match(r"mesh\[(.*?)\](?:, device_ids=|\s*)(\(.*\))? ?\{(.*)\}$", text):
         groups = _mesh_groups(*match.groups())
     else:
@@ -422,7 +422,9 @@ def _explicit_groups(text: str) -> list[list[int]]:
     return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text)]
 
 
-def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:
+def _mesh_groups(mesh: str, device_ids: str | None, axes: str) -> list[list[int]]:
+    # Each axis is cut where a part begins or ends: 'b'=4 with 'b':(2)2 becomes 2 x 2, and groups
+    # run over the second 2.
     named = re.findall(r"'([^']*)'(?::\((\d+)\)(\d+))?", axes)
     dims, over = [], []
     for name, size in re.findall(r"'([^']*)'=(\d+)", mesh):
@@ -433,16 +435,16 @@ def _mesh_groups(mesh: str, order: str | None, axes: str) -> list[list[int]]:
                 over.append(len(dims))
             dims.append(high // low)
     devices = np.arange(math.prod(dims))
-    if order:
-        devices = _iota(order) if "[" in order else np.array(_numbers(order))
+    if device_ids:
+        devices = _iota(device_ids) if "[" in device_ids else np.array(_numbers(device_ids))
     return _groups_over(devices.reshape(dims), over)
 
 
 def _iota(text: str) -> np.ndarray:
     """Device numbers as `[4,2]T(1,0)` orders them: counted, reshaped, transposed."""
-    dims, _, order = text.partition("T")
+    dims, _, permutation = text.partition("T")
     devices = np.arange(math.prod(_numbers(dims))).reshape(_numbers(dims))
-    return devices.transpose(_numbers(order)) if order else devices
+    return devices.transpose(_numbers(permutation)) if permutation else devices
 
 
 def _numbers(text: str) -> list[int]:
@@ -450,15 +452,15 @@ def _numbers(text: str) -> list[int]:
 
 
 def _groups_over(devices: np.ndarray, axes: Sequence[int]) -> list[list[int]]:
-    """Groups of the devices of a grid that differ in these axes only."""
-    kept = [i for i in range(devices.ndim) if i not in axes]
+    """Groups of the devices in a grid that differ in `axes` only."""
+    other_axes = [i for i in range(devices.ndim) if i not in axes]
     size = math.prod(devices.shape[i] for i in axes)
-    return devices.transpose(*kept, *axes).reshape(-1, size).tolist()
+    return devices.transpose(*other_axes, *axes).reshape(-1, size).tolist()
 
 
 @functools.lru_cache(maxsize=4096)
 def _axes_of_groups(groups: _Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
-    """The mesh axes, in mesh order, that these groups run along; None if no set of axes fits."""
+    """The mesh axes of groups, in mesh order; None if no set of axes fits."""
     names = [name for name, size in mesh.shape.items() if size > 1]
     devices = np.arange(mesh.size).reshape([mesh.shape[name] for name in names])
     for count in range(len(names) + 1):
@@ -469,7 +471,7 @@ def _axes_of_groups(groups: _Groups, mesh: Mesh | AbstractMesh) -> tuple[str, ..
 
 
 def _axes_of_pairs(pairs: list[list[int]], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Mesh axes along which a permute moves anything."""
+    """The mesh axes in which the two devices of any pair of a permute differ."""
     coordinates = np.array(np.unravel_index(np.array(pairs), tuple(mesh.shape.values())))
     differs = (coordinates[..., 0] != coordinates[..., 1]).any(axis=-1)
     return tuple(name for name, d in zip(mesh.shape, differs, strict=True) if d)

@@ -1,4 +1,9 @@
-"""The programs of a run, compiled ahead of time from shapes alone; their memory and FLOPs."""
+"""The programs of a run, compiled ahead of time from shapes alone, and their memory and FLOPs.
+
+Nothing is allocated: the steps are traced from abstract arrays with shardings. Sizes of parameters,
+state and gradients come from these shardings, the peak from the compiler. FLOPs are counted in the
+traced program (jaxpr), since a compiler's own analysis counts the body of a loop once.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +35,7 @@ from maxmars.train.step import TrainState, TrainStep
 
 
 class DoesNotFitError(ValueError):
-    """The compiler found that a program needs more memory than a chip has."""
+    """The compiler refused a program that needs more memory than a chip has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,7 @@ class Compiled:
 
     executable: jax.stages.Compiled
     memory: dict[str, int]
-    """From `compiler_memory`."""
+    """Result of `compiler_memory`."""
     peak_bytes: int
     """Most memory in use at one time on one chip."""
     collectives: tuple[Collective, ...]
@@ -55,11 +60,11 @@ class CompiledTrainStep(Compiled):
     parameters: Parameters
     state: TrainState
     batch: Mapping[str, jax.ShapeDtypeStruct]
-    """Abstract, as the state."""
+    """Abstract arrays by name; `state` is abstract too."""
     flops: Counter[str]
-    """From `matmul_flops`."""
+    """Result of `matmul_flops`."""
     clock: StepClock | None
-    """None of fake devices, and of TPUs whose cycles a second are not known."""
+    """None for fake devices, and for TPUs whose cycles a second are not known."""
 
 
 def compile_train_step(step: TrainStep, topology: Topology) -> CompiledTrainStep:
@@ -88,13 +93,13 @@ def compile_train_step(step: TrainStep, topology: Topology) -> CompiledTrainStep
 def _clock(executable: jax.stages.Compiled, mesh: Mesh, topology: Topology) -> StepClock | None:
     if (chip := topology.chip) is None or mesh.devices.flat[0].platform == "cpu":
         return None
-    if chip.is_tpu:  # whose program for several slices names the devices of one
+    if chip.is_tpu:  # the program for several slices numbers the devices of one slice
         return step_clock(executable, chip)
     return step_clock(executable, chip, mesh, lambda c: chip.bandwidth(topology.network(c, mesh)))
 
 
 def compile_eval_step(config: TrainConfig, params: Any, mesh: Mesh, topology: Topology) -> Compiled:
-    """Compile the evaluation of one batch, given the abstract parameters.
+    """Compile the evaluation of one batch from the abstract parameters.
 
     Raises:
       DoesNotFitError: see `compile_train_step`.
@@ -140,9 +145,9 @@ def _compile(
 def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:
     """Most bytes that a compiled program has in use on one device.
 
-    For TPUs this is the compiler's own figure, by which it decides whether a program fits.
-    Elsewhere it is the arguments, the temporaries and the outputs that take no argument's place:
-    XLA's own peak of a CPU program leaves these out.
+    For TPUs, the compiler's own figure, by which it decides whether a program fits. For GPUs and
+    CPUs, the sum of arguments, temporaries and new outputs (those without an argument's buffer),
+    since XLA's own peak of a CPU program leaves the outputs out.
 
     Raises:
       ValueError: the backend has no memory analysis.
@@ -152,29 +157,26 @@ def peak_bytes(compiled: jax.stages.Compiled, *, tpu: bool) -> int:
         raise ValueError("this backend has no memory analysis of compiled programs.")
     if tpu and stats.peak_memory_in_bytes:
         return stats.peak_memory_in_bytes
-    made = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return stats.argument_size_in_bytes + stats.temp_size_in_bytes + made
+    new_output_bytes = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return stats.argument_size_in_bytes + stats.temp_size_in_bytes + new_output_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChipMemory:
-    """Bytes on one chip while the train step runs.
-
-    Parameters, state and gradients are counted from shapes and shardings. `padding_bytes` is what
-    the program's arguments take beyond them; the rest is the compiler's.
-    """
+    """Bytes on one chip while the train step runs."""
 
     parameters_bytes: int
     optimizer_state_bytes: dict[str, int]
-    """By field of the optimizer's states, such as `mu` and `nu`, largest first; and the average of
-    the parameters with `ema_decay`."""
+    """By field of the optimizer's states, such as `mu` and `nu`, largest first; then the EMA of the
+    parameters with `ema_decay`."""
     previous_parameters_bytes: int
-    """Exact MARS's parameters of the step before."""
+    """Parameters of the step before, for exact MARS."""
     other_arguments_bytes: int
     """Step, guard, learning rate, and the batch."""
     padding_bytes: int
+    """Bytes of the program's arguments beyond the fields above."""
     gradients_bytes: int
-    """One gradient of all parameters; it lives among the temporaries."""
+    """One gradient of all parameters, which is one of the temporaries."""
     temporaries_bytes: int
     """Activations and everything else beyond arguments and gradients at the peak."""
     peak_bytes: int
@@ -184,18 +186,18 @@ class ChipMemory:
     headroom_bytes: int | None
     """Memory of the chip beyond the peak; negative if the program does not fit."""
     compiler: dict[str, int]
-    """From `compiler_memory`."""
+    """Result of `compiler_memory`."""
 
 
 def compiler_memory(executable: jax.stages.Compiled) -> dict[str, int]:
-    """What the compiler reports of a program's memory on one device, in bytes, by its own names:
-    see `jax.stages.Compiled.memory_analysis`, and `peak_bytes` for what to make of it."""
+    """The compiler's figures of a program's memory on one device, in bytes, by its own names; see
+    `jax.stages.Compiled.memory_analysis`, and `peak_bytes` for their use."""
     stats = executable.memory_analysis()
     return {name: getattr(stats, name) for name in dir(stats) if name.endswith("_in_bytes")}
 
 
 def chip_memory(step: CompiledTrainStep, chip: Chip | None) -> ChipMemory:
-    """The memory of one chip, by what lies in it.
+    """The memory of one chip, by contents.
 
     Args:
       step: the train step.
@@ -234,9 +236,9 @@ def optimizer_state_bytes(opt_state: Any) -> dict[str, int]:
     return dict(sizes.most_common())
 
 
-def soap_travelling_bytes(opt_state: Any) -> int:
-    """Bytes of SOAP's state on one device that go to the owners of whole matrices in each step, and
-    back: those of parameters of which the device keeps pieces of matrices between steps."""
+def soap_exchanged_bytes(opt_state: Any) -> int:
+    """Bytes of SOAP's state on one device that go to the owners of whole matrices and back in each
+    step: the states of parameters whose matrices are split over devices between steps."""
 
     def is_soap(x: Any) -> bool:
         return isinstance(x, ScaleBySoapState)
@@ -244,21 +246,21 @@ def soap_travelling_bytes(opt_state: Any) -> int:
     def shard_shape(x: Any) -> tuple[int, ...]:
         return x.sharding.shard_shape(x.shape)
 
-    def travelling(nu: Any, *others: Any) -> int:
+    def exchanged(nu: Any, *others: Any) -> int:
         grams = [x for x in others[1:3] if x is not None]
         if not grams:
             return 0
-        stack, kept = (x[:-2] for x in (grams[0].shape, shard_shape(grams[0])))
-        # Example: v [12, 768, 3072] and a Gram matrix [12, 768, 768]. A device that keeps 3 of the
-        # 12 of each, [3, 768, 3072] and [3, 768, 768], has whole matrices, and nothing travels. One
-        # that keeps [12, 192, 3072] and [12, 192, 768] has a quarter of v but, by the stack alone,
-        # all of the Gram matrices: these are pieces.
-        pieces = math.prod(shard_shape(nu)) * math.prod(stack) != nu.size * math.prod(kept)
-        return bytes_on_chip((nu, *others)) if pieces else 0
+        stack, local_stack = (x[:-2] for x in (grams[0].shape, shard_shape(grams[0])))
+        # Example: v [12, 768, 3072] and Gram matrices [12, 768, 768]. A device with 3 of the 12 of
+        # each, [3, 768, 3072] and [3, 768, 768], has whole matrices, and exchanges nothing. On a
+        # device with [12, 192, 3072] and [12, 192, 768], the share of v is a quarter, but the share
+        # of the stack is all of it: the matrices are split.
+        is_split = math.prod(shard_shape(nu)) * math.prod(stack) != nu.size * math.prod(local_stack)
+        return bytes_on_chip((nu, *others)) if is_split else 0
 
     states = [x for x in jax.tree.leaves(opt_state, is_leaf=is_soap) if is_soap(x)]
-    # A momentum kernel's state stays in its place; what it makes travels as gradients do.
-    sizes = [jax.tree.map(travelling, state.nu, state.mu, *state[3:7]) for state in states]
+    # A momentum kernel's state is not exchanged; its result is, as gradients are.
+    sizes = [jax.tree.map(exchanged, state.nu, state.mu, *state[3:7]) for state in states]
     return sum(jax.tree.leaves(sizes))
 
 
@@ -266,20 +268,20 @@ def soap_travelling_bytes(opt_state: Any) -> int:
 
 
 def matmul_flops(jaxpr: Any) -> Counter[str]:
-    """FLOPs of a program's matrix products, once over all devices, by the scope around them.
+    """FLOPs of a program's matrix products, summed over all devices, by the scope around them.
 
-    They are counted in the program as JAX traced it. Unlike a compiler's cost analysis this counts
-    each iteration of a loop, and it does not depend on the device. Recomputation in the backward
-    pass is traced, and so counted. Elementwise arithmetic is left out: it is bound by memory.
+    The products are those of the program as JAX traced it. Unlike a compiler's cost analysis, the
+    count has every iteration of a loop and does not depend on the device. It has the recomputation
+    of the backward pass, which is traced, but no elementwise arithmetic, which is bound by memory.
 
-    The scopes are `collectives.SCOPES`; products outside of them count under "". Of a conditional
-    the branch with the most FLOPs counts, and a loop of unknown length counts once. A Pallas kernel
-    that says how many FLOPs it takes counts with these.
+    The scopes are `collectives.SCOPES`; products outside of them count under "". A conditional
+    counts as its branch with the most FLOPs, a loop of unknown length as one iteration, and a
+    Pallas kernel with a cost estimate as that estimate.
 
     Args:
       jaxpr: the `jaxpr` of a `jax.stages.Traced`.
     """
-    return _count(jaxpr, "", 1)
+    return _count_flops(jaxpr, "", 1)
 
 
 # Products of queries and keys, or of weights and values, in JAX's calls of cuDNN; like those of the
@@ -287,11 +289,11 @@ def matmul_flops(jaxpr: Any) -> Counter[str]:
 _CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 
 
-def _count(jaxpr: Any, outer: str, times: int) -> Counter[str]:
+def _count_flops(jaxpr: Any, outer_scope: str, times: int) -> Counter[str]:
     flops: Counter[str] = Counter()
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         path = str(eqn.source_info.name_stack).replace("(", "/").replace(")", "/").split("/")
-        scope = next((name for name in path if name in SCOPES), outer)
+        scope = next((name for name in path if name in SCOPES), outer_scope)
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             lengths = [eqn.invars[0].aval.shape[i] for i in contracted]
@@ -302,31 +304,32 @@ def _count(jaxpr: Any, outer: str, times: int) -> Counter[str]:
             flops[scope] += times * _CUDNN_PRODUCTS[eqn.primitive.name] * product
         elif eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
             flops[scope] += times * eqn.params["cost_estimate"].flops
-        # Of branches the most expensive one, as the plan must hold for each step.
+        # The most expensive branch, as the plan must hold for each step.
         elif eqn.primitive.name == "cond":
-            branches = [_count(branch, scope, times) for branch in eqn.params["branches"]]
+            branches = [_count_flops(branch, scope, times) for branch in eqn.params["branches"]]
             flops += max(branches, key=Counter.total)
         else:
             repeats = times * _repeats(eqn)
             for inner in _jaxprs(eqn.params):
-                flops += _count(inner, scope, repeats)
+                flops += _count_flops(inner, scope, repeats)
     return flops
 
 
 def _repeats(eqn: Any) -> int:
-    """How often an equation runs the programs that it holds, over all devices."""
+    """Number of times that an equation runs its inner programs, summed over all devices."""
     match eqn.primitive.name:
         case "scan":
             return eqn.params["length"]
-        case "shard_map":  # its shapes are one device's along the axes that it splits
+        case "shard_map":  # whose inner shapes are those of one device along these axes
             sizes = eqn.params["mesh"].shape
             return math.prod(sizes[axis] for axis in eqn.params["newly_manual_axes"])
-        case "pallas_call":  # a kernel runs once for each place of its grid, skipped ones included
+        case "pallas_call":  # runs once for each point of the grid, skipped points included
             return math.prod(eqn.params["grid_mapping"].grid)
     return 1
 
 
 def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The inner programs among the parameters of an equation."""
     for value in params.values():
         for item in value if isinstance(value, list | tuple) else (value,):
             if hasattr(getattr(item, "jaxpr", item), "eqns"):

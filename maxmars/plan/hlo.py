@@ -1,7 +1,9 @@
 """The text of an optimised HLO module, as `jax.stages.Compiled.as_text()` gives it.
 
 A module is a list of computations, a computation a list of lines
-`%name = shape opcode(operands), key=value, ...`. Details are parsed when they are asked for.
+`%name = shape opcode(operands), key=value, ...`. `parse` splits a text into these; operands and
+attributes of an instruction are parsed at their first use, since most are never used. The text is
+that of XLA's compilers for CPUs, GPUs and TPUs, which differ in details.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from typing import Any
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:.* )?\{$")
 _INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
 _END = re.compile(r"\}(, execution_thread=.*)?$")
-_MARKS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
+# A quoted text, which may hold brackets; or a bracket or comma.
+_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{},]')
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Instruction:
     arguments: str
     """The text in the parentheses: operands, a constant's value, a parameter's number."""
     rest: str
+    """The text after the parentheses: attributes."""
 
     @functools.cached_property
     def operands(self) -> tuple[str, ...]:
@@ -54,6 +58,7 @@ class Instruction:
 
     @functools.cached_property
     def attributes(self) -> dict[str, str]:
+        """Texts of the attributes by name, such as `dimensions` or `metadata`."""
         attributes: dict[str, str] = {}
         for item in _split(self.rest):
             key, _, value = item.partition("=")
@@ -65,13 +70,13 @@ class Instruction:
 
     @functools.cached_property
     def op_name(self) -> str:
-        """JAX's name of the operation that it comes from, or of an argument; "" if it has none."""
+        """JAX's name of the traced operation or argument; "" if the compiler made it."""
         match = re.search(r'op_name="([^"]*)"', self.attributes.get("metadata", ""))
         return match[1] if match else ""
 
     @property
     def path(self) -> str:
-        """`op_name` if it is an operation's, such as `jit(f)/model/jvp()/dot_general`, else ""."""
+        """`op_name` of an operation, such as `jit(f)/model/jvp()/dot_general`, else ""."""
         return self.op_name if "/" in self.op_name else ""
 
     def called(self, *keys: str) -> list[str]:
@@ -90,7 +95,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that use each one."""
+        """The instructions that have each instruction as an operand."""
         users = defaultdict(list)
         for instruction in self.instructions.values():
             for operand in instruction.operands:
@@ -104,6 +109,7 @@ class Module:
 
     computations: dict[str, Computation]
     entry: str
+    """Name of the computation that a run starts with."""
     num_devices: int
 
 
@@ -135,12 +141,12 @@ def parse(program: Any) -> Module:
 
 
 def tuple_elements(shape: str) -> list[str]:
-    """Shapes of a tuple's elements; an array's own shape."""
+    """Shapes of the elements of a tuple; for an array, its own shape alone."""
     return _split(shape[1:-1]) if shape.startswith("(") else [shape]
 
 
 def shape_bytes(shape: str) -> int:
-    """Bytes of an array, or of all arrays of a tuple, without padding to tiles."""
+    """Bytes of an array, or of all arrays in a tuple, without padding to tiles."""
     if shape.startswith("("):
         return sum(map(shape_bytes, tuple_elements(shape)))
     dtype, _, dims = shape.partition("[")
@@ -150,15 +156,15 @@ def shape_bytes(shape: str) -> int:
 
 
 def _lines(text: str) -> Iterator[str]:
-    """The lines of a module, where an attribute with line breaks (of a kernel) is one line."""
-    whole = ""
+    """The lines of a module; an attribute with line breaks, as a kernel's, becomes one line."""
+    joined = ""
     for line in text.splitlines():
-        if whole.startswith("  ") and not (line.startswith("  ") or _END.match(line)):
-            whole += line
+        if joined.startswith("  ") and not (line.startswith("  ") or _END.match(line)):
+            joined += line
         else:
-            yield whole
-            whole = line
-    yield whole
+            yield joined
+            joined = line
+    yield joined
 
 
 def _instruction(name: str, text: str) -> Instruction:
@@ -172,10 +178,10 @@ def _instruction(name: str, text: str) -> Instruction:
 def _closing(text: str, start: int) -> int:
     """Position after the bracket that closes the one at `start`."""
     depth = 0
-    for mark in _MARKS.finditer(text, start):
-        depth += (mark[0] in "([{") - (mark[0] in ")]}")
+    for token in _TOKENS.finditer(text, start):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
         if depth == 0:
-            return mark.end()
+            return token.end()
     raise ValueError(f"unbalanced brackets in HLO text: {text[:200]}")
 
 
@@ -183,10 +189,10 @@ def _split(text: str) -> list[str]:
     """Items of a list between its outermost commas, without comments."""
     # `f32[2,3] %x, {0,1}, "a,b"` has three items: a comma counts at depth 0 only.
     items, depth, start = [], 0, 0
-    for mark in _MARKS.finditer(text):
-        depth += (mark[0] in "([{") - (mark[0] in ")]}")
-        if depth == 0 and mark[0] == ",":
-            items.append(text[start : mark.start()])
-            start = mark.end()
+    for token in _TOKENS.finditer(text):
+        depth += (token[0] in "([{") - (token[0] in ")]}")
+        if depth == 0 and token[0] == ",":
+            items.append(text[start : token.start()])
+            start = token.end()
     items = [re.sub(r"/\*.*?\*/", "", item).strip() for item in (*items, text[start:])]
     return [item for item in items if item]

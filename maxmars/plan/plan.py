@@ -1,7 +1,8 @@
-"""The plan of a run: what it needs on a topology, as a value, as JSON and as tables.
+"""The plan of a run: memory, traffic and time on a topology, as a value, as JSON and as tables.
 
 `make_plan` compiles the train step that `train` runs, and the evaluation step, for devices that
-need not be there, and reads memory and traffic from the compiled programs.
+need not be there, and takes memory, collectives and time from the compiled programs. Microbatches
+and the policy of rematerialisation are those that `train` would choose there.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from maxmars.plan.compile import (
     chip_memory,
     compile_eval_step,
     compile_train_step,
-    soap_travelling_bytes,
+    soap_exchanged_bytes,
 )
 from maxmars.plan.topology import Topology
 from maxmars.train.auto import less_memory, less_memory_hint, slow_network_warning
@@ -51,28 +52,28 @@ from maxmars.train.optimizer import summarize_rules, update_rules
 from maxmars.train.resolve import Resolved, resolve_config
 from maxmars.train.step import make_train_step
 
-_OF_TPUS = (
+_TPU_CLOCK = (
     "no step was timed on a TPU: the clock is the compiler's, which charges bfloat16 elementwise "
     "work as float32; at the memory's rate it takes the time of its bytes; loops of windowed "
     "einsums are overcharged by 32 to 81% where measured"
 )
-_OF_GPUS = (
+_GPU_CLOCK = (
     f"the clock: products run at {PRODUCTS_SHARE:.0%} of the published FLOP/s, attention at "
     f"{ATTENTION_SHARE:.0%}, all else at {MEMORY_SHARE:.0%} of the memory's rate, and no kernel in "
     f"under {1e6 * LAUNCH_S:.1f} us, as on an H200, whose measured steps (2026-11-28, JAX 0.11.2) "
     "differ by up to 7%; no other GPU was measured; collectives run at the networks' published "
     "rates, beside what runs meanwhile"
 )
-_WITHOUT_CLOCK = (
+_NO_CLOCK = (
     "the cycles a second of this chip are unknown, so there is no clock: the times are those of "
     "the matrix products at the published bfloat16 FLOP/s, and lower bounds"
 )
-_OF_ALL = "evaluation, checkpoints, compilation and restarts are not counted"
+_NOT_COUNTED = "evaluation, checkpoints, compilation and restarts are not counted"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """All collectives of one kind in one step."""
+    """The collectives of one step with the same operation, axes, network and phase."""
 
     op: str
     axes: tuple[str, ...] | None
@@ -80,11 +81,11 @@ class Traffic:
     network: Network
     phase: Phase
     count: int
-    """Executions."""
+    """Number of executions."""
     bytes: int
     """Bytes of the results on one chip (reduce-scatter: of the operands)."""
     wire_bytes: float
-    """Bytes that a chip sends if rings carry them."""
+    """Bytes that a chip sends, on rings."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,64 +93,63 @@ class Flops:
     """FLOPs of one step over all chips."""
 
     model: int
-    """6 N + 12 L d T a token, as MFU is measured (`model.Parameters.flops_per_token`)."""
+    """6 N + 12 L d T a token, the numerator of MFU (`model.Parameters.flops_per_token`)."""
     hardware: int
-    """Matrix products that run, recomputation and optimizer included."""
+    """FLOPs of all matrix products, recomputation and optimizer included."""
     optimizer: int
-    """The optimizer's share of `hardware`."""
+    """The part of `hardware` in the optimizer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run needs on a topology."""
+    """Memory, traffic and time of a run on a topology; see `make_plan`."""
 
     config: TrainConfig
-    """With the `num_microbatches`, `remat` and `compute_dtype` that `train` chooses."""
+    """The config with the `num_microbatches`, `remat` and `compute_dtype` that `train` chooses."""
     topology: Topology
     mesh: Mesh
     num_parameters: int
     memory: ChipMemory
     collectives: tuple[Traffic, ...]
-    """Of one train step."""
+    """Collectives of one train step."""
     largest_mixed_bytes: int
-    """Bytes of the largest execution of a `mixed` collective."""
+    """Bytes of one execution of the largest `mixed` collective."""
     exchange: tuple[MatrixGroup, ...]
-    """Equal matrices that go to their owners together; none if nothing is orthogonalised."""
+    """Equal matrices that go to their owners together; empty without orthogonalisation."""
     flops: Flops
     price: float | None
-    """Of a chip for an hour, in any currency."""
+    """Price of a chip for an hour, in any currency."""
     train_step: CompiledTrainStep
     eval_step: Compiled | None
     """None if the config never evaluates, or by `make_plan(..., evaluate=False)`."""
     fits: bool
-    """Whether the step fits in the memory that it may take."""
+    """Whether the step fits in the memory that it may use."""
     less_memory: tuple[str, ...]
-    """The words of a command line to try next, where it does not fit."""
+    """Words of a command line to try next if the step does not fit."""
     messages: tuple[str, ...] = ()
-    """Lines about what was chosen, and warnings."""
+    """Lines about choices of the resolved config, and warnings."""
 
     @property
     def compute_bound_seconds(self) -> float:
-        """Of the matrix products of a step at the published FLOP/s; `inf` of fake devices, whose
-        speed means nothing."""
+        """Seconds of a step's matrix products at the published FLOP/s; `inf` for fake devices."""
         if self.topology.chip is None:
             return math.inf
         return self.flops.hardware / (self.mesh.size * self.topology.chip.peak_flops)
 
     @property
     def step_seconds(self) -> float:
-        """Of a step by the clock, or its compute bound where there is none."""
+        """Seconds of a step by the clock; without a clock, its compute bound."""
         clock = self.train_step.clock
         return self.compute_bound_seconds if clock is None else clock.seconds
 
     @property
     def at_memory_rate_seconds(self) -> float | None:
-        """Of a step by a TPU's clock, at the memory's rate; None without one."""
+        """Seconds of a step by a TPU's clock, at the memory's rate; None without such a clock."""
         clock, chip = self.train_step.clock, self.topology.chip
         return clock.at_memory_rate_seconds if clock and chip and chip.is_tpu else None
 
     def mfu(self, seconds: float) -> float:
-        """Model FLOPs of a step that takes so long, divided by what the chips could do in it."""
+        """Model FLOPs of a step of `seconds`, divided by the chips' peak FLOPs in this time."""
         assert self.topology.chip is not None
         return self.flops.model / (self.mesh.size * self.topology.chip.peak_flops * seconds)
 
@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def days(self) -> float:
-        """For all steps of the config."""
+        """Days for all steps of the config."""
         return self.step_seconds * self.config.num_steps / 86400
 
     @property
@@ -168,7 +168,8 @@ class Plan:
         chip = self.topology.chip
         if self.price is None or chip is None:
             return None
-        return self.price * self.mesh.size / chip.devices * self.days * 24
+        num_chips = self.mesh.size / chip.devices  # a chip may be two devices of JAX
+        return self.price * num_chips * self.days * 24
 
     @property
     def exchanged_bytes(self) -> int:
@@ -181,16 +182,17 @@ class Plan:
 
     @property
     def assumptions(self) -> tuple[str, ...]:
-        """What its times assume, in words."""
+        """Assumptions of the plan's times, in words."""
         chip = self.topology.chip
         if chip is None:
             return ()
-        of_clock = _OF_TPUS if chip.is_tpu else _OF_GPUS
-        return (_WITHOUT_CLOCK if self.train_step.clock is None else of_clock, _OF_ALL)
+        clock = _TPU_CLOCK if chip.is_tpu else _GPU_CLOCK
+        return (_NO_CLOCK if self.train_step.clock is None else clock, _NOT_COUNTED)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON-ready values; bytes are per device, and those of one step."""
+        """The plan as JSON-ready values; bytes are of one device and one step."""
         chip, exchange, step = self.topology.chip, self.exchange, self.eval_step
+        clock = self.train_step.clock
         return {
             "maxmars": __version__,
             "jax": jax.__version__,
@@ -214,9 +216,7 @@ class Plan:
             },
             "flops": dataclasses.asdict(self.flops),
             "time": self._time_json(),
-            "clock": None
-            if self.train_step.clock is None
-            else dataclasses.asdict(self.train_step.clock),
+            "clock": None if clock is None else dataclasses.asdict(clock),
             "assumptions": list(self.assumptions),
             "eval": None
             if step is None
@@ -258,15 +258,15 @@ def make_plan(
     evaluate: bool = True,
     memory_bytes: int | None = None,
 ) -> Plan:
-    """Compile a run's programs for a topology and read from them what it needs.
+    """Compile a run's programs for a topology and plan memory, traffic and time from them.
 
     Args:
-      config: what to train; its mesh must fit the topology.
+      config: the run; its mesh must fit the topology.
       topology: from `get_topology`.
-      price: of a chip for an hour, in any currency.
+      price: price of a chip for an hour, in any currency.
       evaluate: whether to compile the evaluation step as well.
-      memory_bytes: memory of a chip that the step may take, by which `train` would choose there;
-        None is what JAX gives to programs.
+      memory_bytes: memory of a chip that the step may use, by which `train` would choose
+        microbatches and policy; None is the memory that JAX gives to programs.
 
     Raises:
       ValueError: the mesh fits neither the devices nor the model and its batch.
@@ -279,19 +279,20 @@ def make_plan(
     chip, step = topology.chip, compile_train_step(train_step, topology)
     rows = traffic(step.collectives, mesh, topology)
     if chip is not None and not chip.is_tpu:
-        across = sum(
+        # Gradients must cross the slow network (`data`); weights and activations need not.
+        crossing_bytes = sum(
             row.wire_bytes
             for row in rows
             if row.network == "DCN" and (row.axes is None or {"fsdp", "tensor"} & {*row.axes})
         )
-        sent = f"{across / 1e9:.1f} GB a GPU and step"
+        sent = f"{crossing_bytes / 1e9:.1f} GB a GPU and step"
         networks = topology.networks(list(mesh.devices.flat))
         warning = slow_network_warning(config, mesh, networks, topology.name, sent)
         messages += [] if warning is None else [warning]
-    if travelling := soap_travelling_bytes(step.state.opt_state):
+    if exchanged := soap_exchanged_bytes(step.state.opt_state):
         owners = mesh.shape["fsdp"] * mesh.shape["tensor"]
         messages.append(
-            f"SOAP: {_mb(travelling)} MB of its state on a chip go to the owners of whole matrices "
+            f"SOAP: {_mb(exchanged)} MB of its state on a chip go to the owners of whole matrices "
             f"and back in each step, as mesh.fsdp x mesh.tensor = {owners} does not divide a stack "
             "of layers; where it does, they stay with their owners"
         )
@@ -309,7 +310,7 @@ def make_plan(
         optimizer=step.flops["optimizer"],
     )
     mixed = [c.bytes // c.count for c in step.collectives if c.count and c.phase == "mixed"]
-    asked = evaluate and config.eval.every is not None
+    evaluates = evaluate and config.eval.every is not None
     return Plan(
         config=config,
         topology=topology,
@@ -322,7 +323,9 @@ def make_plan(
         flops=flops,
         price=price,
         train_step=step,
-        eval_step=compile_eval_step(config, step.state.params, mesh, topology) if asked else None,
+        eval_step=compile_eval_step(config, step.state.params, mesh, topology)
+        if evaluates
+        else None,
         fits=fits,
         less_memory=() if fits else tuple(less_memory(config, parameters)),
         messages=tuple(messages),
@@ -332,7 +335,7 @@ def make_plan(
 def traffic(
     collectives: Iterable[Collective], mesh: Mesh, topology: Topology
 ) -> tuple[Traffic, ...]:
-    """Collectives summed by operation, axes, network and phase; most bytes first."""
+    """Sum collectives by operation, axes, network and phase; most bytes come first."""
     groups: dict[tuple, list[Collective]] = defaultdict(list)
     for c in collectives:
         groups[c.op, c.axes, topology.network(c, mesh), c.phase].append(c)
@@ -354,13 +357,13 @@ def traffic(
 def resolve_on(
     requested: TrainConfig, topology: Topology, memory_bytes: int | None = None
 ) -> Resolved:
-    """The config as `train` would run it on a topology; see `make_plan`."""
+    """Resolve a config as `train` would on a topology; see `make_plan`."""
     parameters = Parameters(requested.model, topology.mesh(requested))
     return resolve_config(requested, parameters, memory_bytes=memory_bytes or topology.memory_bytes)
 
 
 def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> tuple[MatrixGroup, ...]:
-    """The matrices that the optimizer exchanges, none of one that orthogonalises none."""
+    """The matrices that the optimizer exchanges; none if it orthogonalises none."""
     if not isinstance(optimizer, MarsConfig | MuonConfig):
         return ()
     rules = jax.tree.leaves(update_rules(optimizer, parameters))
@@ -379,7 +382,7 @@ def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> tuple[Matri
 
 
 def print_plan(plan: Plan) -> None:
-    """Print memory, traffic, arithmetic and time of a plan."""
+    """Print memory, traffic, FLOPs and time of a plan."""
     config, topology, exchange = plan.config, plan.topology, plan.exchange
     axes = " ".join(f"{axis}={size}" for axis, size in plan.mesh.shape.items())
     slices = f", {topology.num_slices} slices" if topology.num_slices > 1 else ""
@@ -421,7 +424,7 @@ def print_plan(plan: Plan) -> None:
 
 
 def _print_clock(plan: Plan) -> None:
-    """Print where the step's time goes; nothing of fake devices."""
+    """Print the step's time by kind and by operation; nothing without a clock."""
     clock = plan.train_step.clock
     if clock is None:
         return
@@ -444,14 +447,16 @@ def _print_clock(plan: Plan) -> None:
     shares.add_row("a step", *row(total, clock.at_memory_rate_seconds), style="bold")
     shares.add_row("  its compute bound", *row(plan.compute_bound_seconds))
     largest = _table("The most expensive operations", "", *map(_right, ("count", "ms", "%")))
-    for each in clock.largest:
-        name = f"{each.kind}: {each.name} {each.shape}".replace("[", r"\[")
-        largest.add_row(name, f"{each.count:,}", *row(each.seconds)[:2])
+    for operation in clock.largest:
+        name = f"{operation.kind}: {operation.name} {operation.shape}"
+        name = name.replace("[", r"\[")  # which rich would take for its markup
+        largest.add_row(name, f"{operation.count:,}", *row(operation.seconds)[:2])
     rich.print(shares, largest)
-    if (again := clock.recomputed).count:
+    if (recomputed := clock.recomputed).count:
         print(
-            f"warning: memory is short: XLA computes {again.count:,} operations of a step again, "
-            f"{again.seconds / total:.1%} of it by the clock; more microbatches may be faster"
+            f"warning: memory is short: XLA computes {recomputed.count:,} operations of a step "
+            f"again, {recomputed.seconds / total:.1%} of it by the clock; more microbatches may be "
+            "faster"
         )
     if clock.guessed:
         names = ", ".join(clock.guessed)
@@ -462,7 +467,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, int]]:
     memory = plan.memory
     yield "parameters", memory.parameters_bytes
     for name, size in memory.optimizer_state_bytes.items():
-        if size >= 1000:  # counters
+        if size >= 1000:  # smaller ones are counters
             yield f"optimizer state: {name}", size
     if memory.previous_parameters_bytes:
         yield "previous parameters", memory.previous_parameters_bytes

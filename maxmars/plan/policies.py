@@ -1,4 +1,8 @@
-"""The step of a run, compiled under every policy of rematerialisation: `plan --remat all`."""
+"""The step of a run, compiled under every policy of rematerialisation: `plan --remat all`.
+
+`model.remat=auto` chooses by a rule, without compiling. This table shows what the rule gains or
+loses: one row a policy, each with the number of microbatches that `train` would choose under it.
+"""
 
 from __future__ import annotations
 
@@ -24,42 +28,43 @@ class PolicyPlan:
     """A run under one policy."""
 
     config: TrainConfig
-    """With the `num_microbatches` that `train` chooses under this policy."""
+    """The config with the `num_microbatches` that `train` chooses under this policy."""
     plan: Plan | None
-    """None where the compiler refuses the step for want of memory."""
+    """None if the compiler refuses the step, which needs more memory than a chip has."""
     is_auto: bool
     """Whether `model.remat=auto` takes this policy, in as many microbatches."""
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits in the memory that it may take."""
+        """Whether the step fits in the memory that it may use."""
         return self.plan is not None and self.plan.fits
 
     @property
     def step_seconds(self) -> float:
-        """By the clock; `inf` of fake devices and of what does not fit."""
+        """Seconds of a step by the clock; `inf` for fake devices and where it does not fit."""
         return self.plan.step_seconds if self.plan is not None and self.fits else math.inf
 
     @property
     def overrides(self) -> list[str]:
-        """The words of a command line that train so."""
+        """Words of a command line for `train` with this policy."""
         words = ["--num-microbatches", str(self.config.microbatches)]
         return [*words, "--model.remat", str(self.config.model.remat)]
 
     def __str__(self) -> str:
+        """The row of the policy in a table below `HEADER`."""
         row = f"{self.config.model.remat!s:<10} {self.config.microbatches:>12} "
         if self.plan is None:
             return f"{row}{'refused by the compiler: too much memory':>45}"
-        sent = sum(c.wire_bytes for c in self.plan.collectives)
+        sent_bytes = sum(c.wire_bytes for c in self.plan.collectives)
         times = ((self.plan.step_seconds, 10), (self.plan.at_memory_rate_seconds, 16))
         for seconds, width in times:
             is_known = seconds is not None and math.isfinite(seconds)
             row += f"{f'{1e3 * seconds:,.1f}' if is_known else '':>{width}} "
-        row += f"{self.plan.memory.peak_bytes / 1e9:>8.2f} {sent / 1e9:>8.2f}"
+        row += f"{self.plan.memory.peak_bytes / 1e9:>8.2f} {sent_bytes / 1e9:>8.2f}"
         return row + ("" if self.fits else "  too much memory") + self.is_auto * "  auto"
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready values."""
+        """The row as JSON-ready values."""
         return {
             "config": to_dict(self.config),
             "overrides": self.overrides,
@@ -76,24 +81,24 @@ def plan_policies(
     least memory.
 
     Args:
-      config: what to train, whatever its `model.remat`. Where `num_microbatches` is None, each
-        policy gets the fewest that fit.
+      config: the run; its `model.remat` is ignored. Where `num_microbatches` is None, each policy
+        gets the fewest that fit.
       topology: from `get_topology`.
       memory_bytes: see `make_plan`.
     """
     policies = Parameters(config.model, topology.mesh(config)).remat_policies
 
-    def chosen(remat: str | None) -> TrainConfig:
+    def resolved(remat: str | None) -> TrainConfig:
         return resolve_on(with_remat(config, remat), topology, memory_bytes).config
 
-    auto = chosen("auto" if len(policies) > 1 else None)
+    auto = resolved("auto" if len(policies) > 1 else None)  # a model may know one policy alone
     for remat in policies:
-        tried, plan = chosen(remat), None
+        policy_config, plan = resolved(remat), None
         with contextlib.suppress(DoesNotFitError):
-            plan = make_plan(tried, topology, evaluate=False, memory_bytes=memory_bytes)
-        yield PolicyPlan(config=tried, plan=plan, is_auto=tried == auto)
+            plan = make_plan(policy_config, topology, evaluate=False, memory_bytes=memory_bytes)
+        yield PolicyPlan(config=policy_config, plan=plan, is_auto=policy_config == auto)
 
 
 def best_policy(policies: list[PolicyPlan]) -> PolicyPlan:
-    """The policy of the shortest step that fits; where no time is known, that of `auto`."""
+    """The policy of the shortest step that fits; without a clock, the policy of `auto`."""
     return min(policies, key=lambda policy: (policy.step_seconds, not policy.is_auto))

@@ -1,4 +1,9 @@
-"""Devices that need not be there: TPU slices, GPU hosts, fake CPU devices."""
+"""Devices that need not be there: TPU slices, GPU hosts, fake CPU devices.
+
+XLA compiles ahead of time for descriptions of devices. libtpu describes its slices itself; for GPUs
+the description is written here, from the table of chips and each architecture's limits; fake CPU
+devices are those of this process. `Topology.network` gives the network that a collective uses.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,7 @@ from maxmars.config.errors import pip_install
 from maxmars.distributed import sharding
 from maxmars.plan.collectives import Collective
 
-# XLA's GPU compiler asks for the device's limits, which are NVIDIA's for the compute capability.
+# XLA's GPU compiler needs the limits of the device, which NVIDIA gives by compute capability.
 _GPU_TARGET = """
 gpu_device_info {{
   cuda_compute_capability {{ major: {capability} minor: 0 }}
@@ -60,23 +65,23 @@ class Topology:
     """Chips to compile for, and the networks that join them."""
 
     name: str
-    """As the user wrote it, such as `v5e:4x4`."""
+    """The kind and shape, such as `v5e:4x4`."""
     devices: Sequence[jax.Device]
     num_slices: int
     chip: Chip | None
-    """None for fake CPU devices, whose memory and speed mean nothing."""
+    """None for fake CPU devices, whose memory and speed are not modelled."""
 
     def networks(self, devices: Sequence[jax.Device]) -> list[int]:
-        """The number of the fast network that each of these devices lies in."""
+        """Number of the fast network of each device."""
         if self.chip is not None and not self.chip.is_tpu:
-            # Of GPUs that are not there JAX numbers hosts as processes, and no fast networks.
+            # JAX numbers the hosts of absent GPUs as processes, and knows no fast networks of them.
             return [device.process_index for device in devices]
         return sharding.fast_networks(devices)
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of a chip that JAX gives to programs, on GPUs three quarters by default; None for
-        fake devices."""
+        """Memory of a chip that JAX gives to programs (on GPUs three quarters, its default); None
+        for fake devices."""
         if self.chip is None:
             return None
         return int(self.chip.memory_bytes * (1 if self.chip.is_tpu else 0.75))
@@ -88,7 +93,7 @@ class Topology:
         )
 
     def network(self, collective: Collective, mesh: Mesh) -> Network:
-        """The network that a collective of a program for `mesh` uses: the slowest on its way."""
+        """The slowest network that a collective of a program for `mesh` uses."""
         if self.chip is None:
             return "host"
         if collective.between_slices:
@@ -103,17 +108,17 @@ class Topology:
 
 
 def get_topology(name: str, num_slices: int = 1) -> Topology:
-    """The devices that `name` describes.
+    """Make the devices that `name` describes.
 
     Args:
       name: `v5p:4x4x8` or `v6e:8x16` (chips along the axes of a TPU slice), `v5p-256` (the first of
         these as Google names it), `h100:8` or `b200:16` (GPUs, eight to a host) or `cpu:8` (fake
         devices); `config.chips` has the kinds.
-      num_slices: TPU slices of that shape, joined by the data center's network.
+      num_slices: number of TPU slices of this shape, joined by the data center's network.
 
     Raises:
-      ValueError: no such topology, or it cannot have slices.
-      ImportError: the compiler for it is not installed; the message names the extra.
+      ValueError: there is no such topology, or it cannot have slices.
+      ImportError: its compiler is not installed; the message names the extra.
     """
     kind, _, size = name.partition(":")
     if kind == "cpu":
@@ -168,7 +173,7 @@ def _tpu_devices(name: str, shape: Shape, num_slices: int) -> Sequence[jax.Devic
 
 
 def _gpu_devices(name: str, gpus: Shape) -> Sequence[jax.Device]:
-    # Of a package inside another, find_spec raises where the outer one is missing.
+    # The outer package comes first: without it, find_spec of the inner one raises.
     names = ("jax_plugins", "jax_plugins.xla_cuda13")
     if not all(importlib.util.find_spec(package) for package in names):
         raise ImportError(
