@@ -91,6 +91,12 @@ def reference_dir() -> Path:
     return path
 
 
+@pytest.fixture
+def tiktoken_cache(reference_dir, monkeypatch):
+    """The vocabulary of GPT-2, without a network."""
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
+
+
 @pytest.fixture(scope="session", params=["shipped", "larger"])
 def official_dir(request) -> Path:
     """The folder whose `reference` has numbers of the official code: those of the repository, made
@@ -126,23 +132,9 @@ def byte_tokens(tmp_path_factory) -> Path:
     from maxmars.cli import main
 
     folder = tmp_path_factory.mktemp("byte_tokens")
-    draw, words = (
-        random.Random(0),
-        [
-            "the",
-            "model",
-            "reads",
-            "a",
-            "short",
-            "text",
-            "and",
-            "learns",
-            "every",
-            "word",
-            "of",
-            "it",
-        ],
-    )
+    draw = random.Random(0)
+    words = ["the", "model", "reads", "a", "short", "text", "and", "learns", "every", "word"]
+    words += ["of", "it"]
     lines = (" ".join(draw.choices(words, k=12)) + ".\n" for _ in range(700))
     (folder / "text.txt").write_text("".join(lines))
     main(["data", "prepare", str(folder / "text.txt"), str(folder / "tokens"), "--workers", "0"])

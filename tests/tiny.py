@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 from token_directories import write_shards
+from trees import first_devices
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import Began
@@ -25,8 +26,13 @@ from maxmars.config import (
     to_dict,
 )
 from maxmars.data.batches import ValidationBatches
+from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.eval import TrainedModel
+from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters
+from maxmars.train.audit import audit
 from maxmars.train.metrics import read_metrics
+from maxmars.train.step import init_train_state, make_train_step
 
 MODEL = GPT2Config(
     num_layers=3,
@@ -49,6 +55,14 @@ def random_params(config: GPT2Config, seed: int = 0):
 
     return jax.tree.map(
         draw, Parameters(config).axes, abstract, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def trained_model(mesh):
+    """The model with such weights and the tokenizer of bytes, as one that was trained."""
+    params = jax.device_put(random_params(MODEL), Parameters(MODEL, mesh).shardings)
+    return TrainedModel(
+        config=MODEL, params=params, tokenizer=ByteTokenizer(), name="tiny", mesh=mesh
     )
 
 
@@ -98,9 +112,59 @@ def short_config(tokens, **changes) -> TrainConfig:
     return dataclasses.replace(config, **changes)
 
 
+def six_steps(folder, num_steps=6, **changes) -> TrainConfig:
+    """`short_config` with a checkpoint every two steps and an evaluation every three."""
+    return short_config(
+        folder / "tokens",
+        num_steps=num_steps,
+        eval=EvalConfig(every=3, num_windows=16, batch_size=16),
+        checkpoint=CheckpointConfig(every=2, keep_last=9),
+        **changes,
+    )
+
+
+def parameters_of(config) -> Parameters:
+    """The parameters of a config's model, on as few devices as its mesh can have."""
+    return Parameters(config.model, first_devices(config.mesh))
+
+
+def first_state(config):
+    """The train step of a config, and its first state."""
+    parameters = parameters_of(config)
+    return make_train_step(config, parameters), init_train_state(config, parameters)
+
+
 def batch_of(step, tokens):
-    """Tokens [microbatches, rows, window] as the batch of a train step, on its mesh."""
-    return {"tokens": jax.device_put(tokens, step.abstract_batch["tokens"].sharding)}
+    """Tokens of whatever shape before the window as the batch of a train step, on its mesh."""
+    wanted = step.abstract_batch["tokens"]
+    return {"tokens": jax.device_put(tokens.reshape(wanted.shape), wanted.sharding)}
+
+
+def random_batch(step, rng=0):
+    """A batch of random tokens."""
+    shape = step.abstract_batch["tokens"].shape
+    return batch_of(step, np.random.default_rng(rng).integers(0, 257, shape).astype(np.int32))
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstStep:
+    """Parameters before the first step of a config of one microbatch, its gradient, the change of
+    the parameters, and its metrics."""
+
+    before: dict
+    grads: dict
+    update: dict
+    metrics: dict
+
+
+def take_first_step(config) -> FirstStep:
+    step, state = first_state(config)
+    batch, before = random_batch(step), jax.device_get(state.params)
+    loss = jax.jit(jax.grad(lambda p, tokens: mean_loss(make_model(config.model, p), tokens)))
+    grads = jax.device_get(loss(before, np.asarray(batch["tokens"])[0]))
+    state, metrics = step(state, batch)
+    update = jax.tree.map(np.subtract, jax.device_get(state.params), before)
+    return FirstStep(before, grads, update, jax.device_get(metrics))
 
 
 def validation_batches(tokens, config, mesh) -> ValidationBatches:
@@ -111,6 +175,11 @@ def validation_batches(tokens, config, mesh) -> ValidationBatches:
         num_windows=config.eval.num_windows,
         batch_size=config.eval_batch_size,
     )
+
+
+def audited(workdir, **options):
+    """What `maxmars audit` finds."""
+    return audit(workdir, log=lambda text: None, **options)
 
 
 def series(workdir) -> dict[tuple[int, str], float | str]:

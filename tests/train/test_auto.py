@@ -5,10 +5,10 @@ import json
 
 import jax.numpy as jnp
 import pytest
-from refusals import refused
-from tiny import MODEL, short_config, sophia, tiny_config
+from refusals import refused, stopped
+from running import train_here, write_config
+from tiny import MODEL, audited, short_config, sophia, tiny_config
 
-from maxmars.cli import main
 from maxmars.config import EvalConfig, MarsConfig, MeshConfig
 from maxmars.config.mesh import check_mesh
 from maxmars.distributed.sharding import bytes_on_chip, make_mesh
@@ -17,7 +17,6 @@ from maxmars.model.parameters import Parameters, init_params
 from maxmars.plan import get_topology
 from maxmars.plan.compile import peak_bytes
 from maxmars.train import train
-from maxmars.train.audit import audit
 from maxmars.train.auto import (
     USABLE,
     check_memory,
@@ -31,30 +30,14 @@ from maxmars.train.resolve import resolve_config
 from maxmars.train.step import abstract_train_state, make_train_step
 
 AUTO_DTYPE = tiny_config(model=dataclasses.replace(MODEL, compute_dtype="auto"))
-LONG = """
-from maxmars.config import (
-    AdamWConfig, EvalConfig, GPT2Config, PythonSourcesConfig, TrainConfig
-)
-
-def get_config():  # whose logits of attention are a terabyte
-    return TrainConfig(
-        name="long",
-        num_steps=1,
-        global_batch_size=8,
-        num_microbatches=1,
-        model=GPT2Config(
-            num_layers=1,
-            num_heads=8,
-            embed_dim=8,
-            max_seq_len=2**16,
-            vocab_size=257,
-            compute_dtype="float32",
-            attention="plain",
-        ),
-        data=PythonSourcesConfig(),
-        eval=EvalConfig(every=None),
-        optimizer=AdamWConfig(),
-    )
+LONG = """  # whose logits of attention are a terabyte
+    global_batch_size=8,
+    num_microbatches=1,
+    model=dataclasses.replace(
+        MODEL, num_layers=1, num_heads=8, embed_dim=8, max_seq_len=2**16, attention="plain"
+    ),
+    eval=EvalConfig(every=None),
+    optimizer=ADAMW,
 """
 AUTO_REMAT = tiny_config(model=dataclasses.replace(MODEL, remat="auto"))
 
@@ -184,9 +167,9 @@ def test_a_run_on_another_mesh_chooses_anew(tmp_path):
     run = tmp_path / "run"
     train(dataclasses.replace(in_bfloat16(tmp_path, "full"), num_steps=2), run)
     train(dataclasses.replace(in_bfloat16(tmp_path, "auto"), mesh=MeshConfig(fsdp=8)), run)
-    audited = audit(run, replay=2, log=lambda text: None)
-    assert "model.remat full -> None" in audited.changes[0]
-    assert audited.replayed == "steps 3 to 4, computed again: the same digest"
+    found = audited(run, replay=2)
+    assert "model.remat full -> None" in found.changes[0]
+    assert found.replayed == "steps 3 to 4, computed again: the same digest"
 
 
 @pytest.mark.slow
@@ -199,9 +182,9 @@ def test_a_run_that_continues_takes_what_its_record_says(tmp_path):
     assert (stored["model"]["remat"], stored["num_microbatches"]) == ("full", 2)
     asked = stored["asked"]
     assert (asked["model.remat"], asked["num_microbatches"]) == ("auto", None)
-    audited = audit(run, replay=2, log=lambda text: None)
-    assert (audited.verdict, audited.changes) == ("one trajectory", [])
-    assert audited.replayed == "steps 3 to 4, computed again: the same digest"
+    found = audited(run, replay=2)
+    assert (found.verdict, found.changes) == ("one trajectory", [])
+    assert found.replayed == "steps 3 to 4, computed again: the same digest"
 
 
 @pytest.mark.slow
@@ -211,21 +194,17 @@ def test_another_policy_and_microbatches_go_on_and_are_replayed(tmp_path, capsys
     train(in_bfloat16(tmp_path, "full", num_microbatches=2), run)
     change = "num_microbatches 1 -> 2, model.remat None -> full"
     assert f"since step 2: {change}; " in capsys.readouterr().out
-    audited = audit(run, replay=2, log=lambda text: None)
-    assert audited.verdict == "one trajectory up to rounding"
-    assert audited.changes == [f"at step 2: {change}"]
-    assert audited.replayed == "steps 3 to 4, computed again: the same digest"
+    found = audited(run, replay=2)
+    assert found.verdict == "one trajectory up to rounding"
+    assert found.changes == [f"at step 2: {change}"]
+    assert found.replayed == "steps 3 to 4, computed again: the same digest"
 
 
 @pytest.mark.seconds
-def test_a_step_out_of_memory_names_the_next_policy(tmp_path, capsys):
-    config = tmp_path / "long.py"
-    config.write_text(LONG)
-    with refused(SystemExit):
-        main(["train", str(config), "--workdir", str(tmp_path / "run"), "--num-processes", "1"])
-    printed = capsys.readouterr().err
-    assert "out of memory" in printed
-    assert "--model.remat dots" in printed
+def test_a_step_out_of_memory_names_the_next_policy(tmp_path):
+    write_config(tmp_path, LONG)
+    with stopped(1, "out of memory", "--model.remat dots"):
+        train_here(tmp_path, "run")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import yaml
 from hellaswag_questions import write_questions_file
 from hf_models import hf_arrays, hf_fields, write_hf
+from refusals import stopped
 from tiny import MODEL, values_of
 
 from maxmars.checkpoint import read
@@ -102,16 +103,13 @@ def test_scores_of_a_report(finished_run, byte_tokens, tmp_path, capsys):
     assert f"| {measured['loss']:.4f} | 128 tokens |" in sections["Scores"]
 
     capsys.readouterr()
-    with pytest.raises(SystemExit):
+    with stopped(1, "scores of run, step 6, and not of run, step 4"):
         export(finished_run / "checkpoints" / "4", tmp_path / "other", "--report", report)
-    assert "scores of run, step 6, and not of run, step 4" in capsys.readouterr().err
     assert not (tmp_path / "other").exists()
     report.write_text('{"name": 5}')
-    with pytest.raises(SystemExit):
+    with stopped(1, "is no report of `maxmars eval") as errors:
         export(finished_run, tmp_path / "other", "--report", report)
-    error = capsys.readouterr().err
-    assert "is no report of `maxmars eval" in error
-    assert error.count("\n") == 1
+    assert len(errors.lines) == 1
 
 
 def test_a_card_says_what_was_not_recorded(finished_run, tmp_path, capsys):
@@ -127,9 +125,8 @@ def test_a_card_says_what_was_not_recorded(finished_run, tmp_path, capsys):
     assert text.count("| not recorded |") == 2  # the loss and the first weights
     (run / "data.json").write_text("{")
     capsys.readouterr()
-    with pytest.raises(SystemExit):
+    with stopped(1, str(run / "data.json")):
         export(run, tmp_path / "other")
-    assert str(run / "data.json") in capsys.readouterr().err
 
 
 def test_the_card_of_a_hugging_face_model_keeps_its_license(tmp_path):

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import running
 import tiny
-from refusals import refused
+from damage import flip
+from refusals import refused, stopped
 from token_directories import write_nanogpt, write_shards
 
 from maxmars.checkpoint import read
@@ -51,17 +52,11 @@ def copied(finished, tmp_path, short_config):
     return short_config(num_steps=4), tmp_path / "run"
 
 
-def flip(tokens, name="train_00003.bin", byte=7):
-    content = bytearray((tokens / name).read_bytes())
-    content[byte] ^= 1
-    (tokens / name).write_bytes(content)
-
-
 @pytest.mark.seconds
 def test_a_damaged_shard_stops_the_run_and_the_mended_one_goes_on(short_config, tmp_path):
     tokens, config = tmp_path / "tokens", short_config(num_steps=500)
     shutil.copytree(tokens, tmp_path / "sound")
-    flip(tokens)
+    flip(tokens / "train_00003.bin", 7)
     with refused(ValueError, tokens / "train_0000", "SHA-256"):
         train(config, tmp_path / "run")
     shutil.rmtree(tokens)
@@ -73,22 +68,20 @@ def test_a_damaged_shard_stops_the_run_and_the_mended_one_goes_on(short_config, 
 
 
 @pytest.mark.seconds
-def test_tokens_that_changed_since_are_not_replayed(short_config, tmp_path, capsys):
+def test_tokens_that_changed_since_are_not_replayed(short_config, tmp_path):
     train(short_config(), tmp_path / "run")
     file = tmp_path / "tokens" / "train_00003.bin"
     status = file.stat()
-    flip(tmp_path / "tokens", byte=6)
+    flip(tmp_path / "tokens" / "train_00003.bin", 6)
     os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
-    with pytest.raises(SystemExit) as ended:
+    with stopped(1, f"{file} does not match its checksum"):
         main(["audit", str(tmp_path / "run"), "--replay", "1"])
-    assert ended.value.code == 1
-    assert f"{file} does not match its checksum" in capsys.readouterr().err
 
 
 @pytest.mark.seconds
 def test_without_verification_a_run_says_so(short_config, tmp_path, capsys):
     config = short_config()
-    flip(tmp_path / "tokens", byte=6)
+    flip(tmp_path / "tokens" / "train_00003.bin", 6)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, verify=False))
     assert train(config, tmp_path / "run").done
     assert "data.verify is off: files are not compared" in capsys.readouterr().out
@@ -96,7 +89,7 @@ def test_without_verification_a_run_says_so(short_config, tmp_path, capsys):
 
 
 @pytest.mark.seconds
-def test_other_data_at_the_same_path_are_refused(copied, tmp_path, capsys):
+def test_other_data_at_the_same_path_are_refused(copied, tmp_path):
     _, workdir = copied
     recorded = read(workdir / "checkpoints").data_digest
     assert json.loads((workdir / "summary.json").read_text())["data_digest"] == recorded
@@ -107,10 +100,9 @@ def test_other_data_at_the_same_path_are_refused(copied, tmp_path, capsys):
     command = ["train", str(tmp_path / "config.py"), "--workdir", str(workdir)]
     command += ["--num-processes", "1", "--mesh.data", "8"]
     for more in ([], ["--resume-overrides", "data.path"]):
-        with pytest.raises(SystemExit) as error:
+        with stopped(1) as errors:
             main([*command, *more])
-        assert error.value.code == 1
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = errors.lines
         match = re.match(
             rf"maxmars: error: {workdir} was trained on other data: their digest is (\w+), and "
             rf"that of the data here is (\w+)\. .* --init-from {workdir} and another --workdir\.",
@@ -130,27 +122,10 @@ def test_the_same_data_at_another_path_continue(copied, tmp_path):
     assert "data.path" in changes_of_config(read_journal(workdir))[2]
 
 
-CONFIG = """
-import pathlib, sys
-sys.path.insert(0, {tests!r})
-import tiny
-from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig
-
-def get_config():
-    return tiny.short_config(
-        pathlib.Path({tokens!r}),
-        num_steps={num_steps},
-        mesh=MeshConfig(data=2),
-        eval=EvalConfig(every=None),
-        checkpoint=CheckpointConfig(every=50),
-    )
-"""
-
-
 def write_config(folder, num_steps):
-    fields = {"tests": os.path.dirname(tiny.__file__), "tokens": str(folder / "tokens")}
-    text = CONFIG.format(**fields, num_steps=num_steps)
-    (folder / "config.py").write_text(text)
+    fields = "mesh=MeshConfig(data=2), eval=EvalConfig(every=None)"
+    fields += f", num_steps={num_steps}, checkpoint=CheckpointConfig(every=50)"
+    running.write_config(folder, fields, make="short_config")
 
 
 @pytest.mark.slow
@@ -158,7 +133,7 @@ def write_config(folder, num_steps):
 def test_all_processes_stop_for_a_file_that_one_of_them_finds(tmp_path):
     tokens = tmp_path / "tokens"
     tiny.short_config(tokens)
-    flip(tokens, "train_00001.bin")  # of the share of process 1
+    flip(tokens / "train_00001.bin", 7)  # of the share of process 1
     write_config(tmp_path, num_steps=100_000)
     for code, output in list(map(running.finish, running.start_two(tmp_path, "run"))):
         assert code == OWN_ERROR, output

@@ -6,13 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
+from tiny import ADAMW, MODEL, batch_of, first_state, random_params, tiny_config
 
 from maxmars.config import MarsConfig, MeshConfig, ModuleConfig
-from maxmars.distributed import sharding
 from maxmars.model.language_model import make_model, mean_loss
-from maxmars.model.parameters import Parameters
-from maxmars.train.step import init_train_state, make_train_step
 
 TOKENS = np.random.default_rng(0).integers(0, 257, (16, 17)).astype(np.int32)
 DROPPING = dataclasses.replace(MODEL, dropout=0.4, attention="plain")
@@ -20,13 +17,9 @@ DROPPING = dataclasses.replace(MODEL, dropout=0.4, attention="plain")
 
 def losses_of(config, *, count=2):
     """The losses of the first steps."""
-    shape = config.mesh
-    devices = (shape.data or 1) * (shape.fsdp or 1) * shape.tensor
-    mesh = sharding.make_mesh(shape, jax.devices()[:devices])
-    step = make_train_step(config, Parameters(config.model, mesh))
-    state, losses = init_train_state(config, step.parameters), []
+    (step, state), losses = first_state(config), []
     for _ in range(count):
-        state, metrics = step(state, batch_of(step, TOKENS.reshape(config.microbatches, -1, 17)))
+        state, metrics = step(state, batch_of(step, TOKENS))
         losses.append(float(metrics["train/loss"]))
     return losses
 

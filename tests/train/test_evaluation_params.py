@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 import signal
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,20 @@ import numpy as np
 import optax.contrib
 import pytest
 from refusals import refused
-from running import finish, records, start_two, wait_for_steps
+from running import finish, finish_well, records, start_two, wait_for_steps, write_config
 from safetensors.numpy import load_file
 from test_resume_every_optimizer import OPTIMIZERS as ALL_OPTIMIZERS
-from tiny import batch_of, first_difference, short_config, tiny_config, validation_batches
+from tiny import (
+    audited,
+    first_difference,
+    first_state,
+    parameters_of,
+    random_batch,
+    short_config,
+    tiny_config,
+    validation_batches,
+)
+from trees import assert_close
 
 from maxmars.checkpoint import load as load_checkpoint
 from maxmars.checkpoint import read
@@ -26,11 +35,9 @@ from maxmars.eval import load
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model.parameters import Parameters
 from maxmars.train import InitFrom, train
-from maxmars.train.audit import audit
 from maxmars.train.metrics import read_metrics
 from maxmars.train.step import (
     abstract_saved_state,
-    init_train_state,
     make_train_step,
 )
 
@@ -96,13 +103,9 @@ def config_of(folder, **changes):
     return short_config(folder / "tokens", **changes)
 
 
-def one_device(config):
-    return Parameters(config.model, sharding.make_mesh(MeshConfig(), jax.devices()[:1]))
-
-
 def saved_arrays(workdir, config, step=None):
     """The state in a checkpoint of a run, on one device."""
-    train_step = make_train_step(config, one_device(config))
+    train_step = make_train_step(config, parameters_of(config))
     saved = read(workdir / "checkpoints", step)
     return load_checkpoint(saved.path.parent, abstract_saved_state(train_step, saved), saved.step)
 
@@ -112,18 +115,6 @@ def loss_of(params, config):
     on_mesh = jax.device_put(params, Parameters(config.model, mesh).shardings)
     batches = validation_batches(open_data(config.data, "val", model=config.model), config, mesh)
     return validation_loss(make_eval_step(config.model, mesh), mesh, on_mesh, batches).loss
-
-
-def check(run, **arguments):
-    return audit(run, log=lambda text: None, **arguments)
-
-
-def assert_same(one, other):
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
-def assert_close(one, other):
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
 
 
 def weighted(weights, trees):
@@ -142,25 +133,24 @@ def differs(one, other):
 def test_the_average_is_that_of_the_parameters_after_each_update():
     """In NumPy: weights (1 - d) d^(t - i) over 1 - d^t; a skipped step leaves it as it was."""
     config = tiny_config(ema_decay=DECAY, num_microbatches=1, optimizer=AdamWConfig())
-    parameters = one_device(config)
-    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
-    assert_same(state.evaluation_params, state.params)
+    step, state = first_state(config)
+    assert_close(state.evaluation_params, state.params)
     rng, history = np.random.default_rng(0), []
     for number in range(5):
-        tokens = rng.integers(0, 257, step.abstract_batch["tokens"].shape).astype(np.int32)
-        batch = batch_of(step, tokens)
+        batch = random_batch(step, rng)
         if number == 2:
-            batch["mask"] = jnp.zeros(tokens.shape, bool)
+            batch["mask"] = jnp.zeros(batch["tokens"].shape, bool)
         before = jax.device_get(state.evaluation_params)
         state, metrics = step(state, batch)
         if number == 2:
             assert metrics["train/skipped"] == 1
-            assert_same(state.evaluation_params, before)
+            assert_close(state.evaluation_params, before)
             continue
         history.append(jax.device_get(state.params))
         t = len(history)
         weights = np.array([(1 - DECAY) * DECAY ** (t - i) for i in range(1, t + 1)])
-        assert_close(state.evaluation_params, weighted(weights / (1 - DECAY**t), history))
+        expected = weighted(weights / (1 - DECAY**t), history)
+        assert_close(state.evaluation_params, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -182,9 +172,9 @@ def test_a_continued_average_is_the_same_bit_by_bit(averaged, tmp_path):
     config = config_of(averaged, ema_decay=DECAY, schedule=fixed(4))
     train(config, tmp_path / "undisturbed")
     assert first_difference(averaged / "run", tmp_path / "undisturbed") is None
-    audited = check(averaged / "run", replay=2)
-    assert audited.problems == []
-    assert audited.replayed
+    found = audited(averaged / "run", replay=2)
+    assert found.problems == []
+    assert found.replayed
 
 
 @pytest.mark.seconds
@@ -199,7 +189,7 @@ def test_it_is_evaluated_told_and_exported(averaged, tmp_path):
     for told in ("summary.json", "logs/host_000.log"):
         assert f"ema_decay={DECAY}" in (run / told).read_text()
     loaded = load(run)
-    assert_same(loaded.params, state.evaluation_params)
+    assert_close(loaded.params, state.evaluation_params)
     assert "evaluation parameters" in loaded.name
     main(["export", str(run), str(tmp_path / "exported")])
     assert f"ema_decay={DECAY}" in (tmp_path / "exported" / "README.md").read_text()
@@ -239,7 +229,7 @@ def test_it_is_no_part_of_a_run_without_it_and_turned_on_on_purpose(file, tmp_pa
     off = dataclasses.replace(config, num_steps=5, ema_decay=None)
     train(off, tmp_path / "run", resume_overrides=["ema_decay"])
     assert not any("evaluation" in name for name in read(tmp_path / "run/checkpoints").types)
-    assert check(tmp_path / "run", replay=2).problems == []
+    assert audited(tmp_path / "run", replay=2).problems == []
 
 
 @pytest.mark.seconds
@@ -247,11 +237,11 @@ def test_it_is_in_float32_where_the_parameters_are_in_bfloat16(file, tmp_path):
     config = config_of(tmp_path, model=small(file, "bfloat16"), ema_decay=DECAY, num_steps=2)
     train(dataclasses.replace(config, num_steps=1, schedule=fixed(2)), tmp_path / "run")
     train(dataclasses.replace(config, schedule=fixed(2)), tmp_path / "run")
-    assert check(tmp_path / "run", replay=2).problems == []
+    assert audited(tmp_path / "run", replay=2).problems == []
     average = saved_arrays(tmp_path / "run", config).state.evaluation_params
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), average)
     assert differs(average, rounded)
-    assert_same(load(tmp_path / "run").params, rounded)
+    assert_close(load(tmp_path / "run").params, rounded)
 
 
 @pytest.mark.seconds
@@ -270,7 +260,7 @@ def test_a_changed_average_is_found(averaged, tmp_path):
     for run, part in (("array", "checkpoints/4/state"), ("checkpoint", "checkpoints/4")):
         shutil.rmtree(tmp_path / run / part)
         shutil.copytree(tmp_path / "other" / part, tmp_path / run / part)
-        assert check(tmp_path / run).problems, run
+        assert audited(tmp_path / run).problems, run
 
 
 @pytest.mark.slow
@@ -279,7 +269,7 @@ def test_it_averages_beside_what_else_a_step_keeps(name, tmp_path):
     config = config_of(tmp_path, ema_decay=DECAY, optimizer=ALL_OPTIMIZERS[name], num_steps=2)
     mesh = MeshConfig(data=2, fsdp=2, tensor=2)
     train(dataclasses.replace(config, mesh=mesh), tmp_path / "run")
-    assert check(tmp_path / "run", replay=1).problems == []
+    assert audited(tmp_path / "run", replay=1).problems == []
 
 
 # --- what an optimizer names ---------------------------------------------------------------------
@@ -294,7 +284,7 @@ def test_schedule_free_is_evaluated_where_it_says(file, tmp_path, name):
     train(config, run)
     train(config, tmp_path / "undisturbed")
     assert first_difference(run, tmp_path / "undisturbed") is None
-    assert check(run, replay=2).problems == []
+    assert audited(run, replay=2).problems == []
     state = saved_arrays(run, config).state
     inner = state.opt_state if name == "free" else state.opt_state[1]
     expected = optax.contrib.schedule_free_eval_params(inner, state.params)
@@ -306,8 +296,8 @@ def test_schedule_free_is_evaluated_where_it_says(file, tmp_path, name):
     assert last["eval/loss"] != pytest.approx(loss_of(state.params, config), abs=2e-6)
     assert "eval/params_distance" in last
     loaded = load(run).params  # which runs none of the optimizer's code
-    assert_close(loaded, expected)
-    assert_same(loaded, state.evaluation_params)
+    assert_close(loaded, expected, rtol=1e-5, atol=1e-6)
+    assert_close(loaded, state.evaluation_params)
 
 
 @pytest.mark.seconds
@@ -319,7 +309,7 @@ def test_an_optimizer_that_begins_to_name_them_continues(file, tmp_path):
         train(config, tmp_path / "run", resume_overrides=["optimizer.make"])
         types = read(tmp_path / "run" / "checkpoints").types
         assert any(n.startswith("evaluation_params/") for n in types) == has
-    assert check(tmp_path / "run", replay=1).problems == []
+    assert audited(tmp_path / "run", replay=1).problems == []
 
 
 @pytest.mark.seconds
@@ -327,9 +317,9 @@ def test_a_lie_about_what_is_named_is_found(file, tmp_path, monkeypatch):
     config = config_of(tmp_path, optimizer=own(file, "lying"), num_steps=2, model=small(file))
     monkeypatch.setenv("FACTOR", "2")
     train(config, tmp_path / "run")
-    assert check(tmp_path / "run", replay=1).problems == []
+    assert audited(tmp_path / "run", replay=1).problems == []
     monkeypatch.setenv("FACTOR", "1")
-    (problem,) = check(tmp_path / "run", replay=1).problems
+    (problem,) = audited(tmp_path / "run", replay=1).problems
     assert "digest" in problem
 
 
@@ -357,18 +347,10 @@ def test_a_decay_that_averages_nothing_is_refused():
 # --- two processes -------------------------------------------------------------------------------
 
 CONFIG = """
-import sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import CheckpointConfig, OptaxConfig
-from tiny import tiny_config
-
-def get_config():
-    return tiny_config(
-        num_steps=20,
-        num_microbatches=1,
-        checkpoint=CheckpointConfig(every=4, keep_last=99),
-        optimizer=OptaxConfig(make='own.py:free', learning_rate=1e-2),
-    )
+    num_steps=20,
+    num_microbatches=1,
+    checkpoint=CheckpointConfig(every=4, keep_last=99),
+    optimizer=OptaxConfig(make='own.py:free', learning_rate=1e-2),
 """
 
 
@@ -376,17 +358,16 @@ def get_config():
 @pytest.mark.slow
 def test_two_processes_are_killed_and_go_on_bit_by_bit(tmp_path):
     (tmp_path / "own.py").write_text(OWN)
-    (tmp_path / "config.py").write_text(CONFIG.format(tests=str(Path(__file__).parents[1])))
+    write_config(tmp_path, CONFIG)
     killed = start_two(tmp_path, "run")
     wait_for_steps(tmp_path / "run", 9, killed[0])
     for process in killed:
         process.send_signal(signal.SIGKILL)
         finish(process)
     for name in ("run", "undisturbed"):
-        for code, output in map(finish, start_two(tmp_path, name)):
-            assert code == 0, output
+        finish_well(start_two(tmp_path, name))
     assert records(tmp_path / "run") == records(tmp_path / "undisturbed")
     assert first_difference(tmp_path / "run", tmp_path / "undisturbed") is None
-    audited = check(tmp_path / "run")
-    assert (audited.problems, audited.sessions) == ([], 2)
+    found = audited(tmp_path / "run")
+    assert (found.problems, found.sessions) == ([], 2)
     assert any("eval/params_distance" in row for row in read_metrics(tmp_path / "run"))

@@ -8,7 +8,8 @@ import shutil
 import pytest
 import tiny
 from etils import epath
-from refusals import refused
+from refusals import refused, stopped
+from tiny import audited
 
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import Ended, PrefixHash, read_journal
@@ -16,7 +17,6 @@ from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
 from maxmars.config import CheckpointConfig
 from maxmars.train import train
-from maxmars.train.audit import audit
 from maxmars.train.clock import Clock
 from maxmars.train.init_from import InitFrom
 from maxmars.train.journal import Journal, run_seconds, sessions_of, shares
@@ -51,15 +51,15 @@ def go_on(folder, run, init_from=None):
     train(config_of(folder, 4), run, init_from=init_from, quiet=True)
     digests = [read(workdir / "checkpoints").digest for workdir in (run, folder / "sound")]
     assert digests[0] == digests[1]
-    return audit(run, log=lambda text: None)
+    return audited(run)
 
 
 @pytest.mark.seconds
 def test_a_line_that_a_kill_cut_off_is_missed_by_nobody(folder, run):
     with (run / "journal.jsonl").open("a") as file:
         file.write('{"kind": "saved", "step": 3, "dig')
-    audited = go_on(folder, run)
-    assert (audited.verdict, audited.last_step, audited.sessions) == ("one trajectory", 4, 2)
+    found = go_on(folder, run)
+    assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 4, 2)
 
 
 def test_a_save_without_its_checkpoint_is_no_part_of_the_run(folder, tmp_path, caplog):
@@ -69,10 +69,10 @@ def test_a_save_without_its_checkpoint_is_no_part_of_the_run(folder, tmp_path, c
     (run / "summary.json").unlink()
     *lines, _ended = (run / "journal.jsonl").read_text().splitlines(keepends=True)
     (run / "journal.jsonl").write_text("".join(lines))  # the kill came during the save
-    assert audit(run, log=lambda text: None).verdict == "one trajectory"
-    audited = go_on(folder, run)
+    assert audited(run).verdict == "one trajectory"
+    found = go_on(folder, run)
     assert "the checkpoint of step 4, which" in caplog.text
-    assert (audited.verdict, audited.last_step, audited.sessions) == ("one trajectory", 4, 2)
+    assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 4, 2)
 
 
 def test_a_lost_line_is_told_and_stops_no_run(folder, run, caplog):
@@ -124,7 +124,7 @@ def rewrite(run, change):
     ],
 )
 def test_what_another_version_wrote_is_refused_in_a_line_by_every_command(
-    folder, run, capsys, change, words
+    folder, run, change, words
 ):
     def times():
         paths = [path for path in run.rglob("*") if path.name != ".lock"]
@@ -142,20 +142,17 @@ def test_what_another_version_wrote_is_refused_in_a_line_by_every_command(
         ["generate", run, "--prompt", "a"],
         ["export", run, run.parent / "out"],
     ):
-        with pytest.raises(SystemExit) as ended:
+        with stopped(1, run / "checkpoints", *words) as errors:
             main([str(word) for word in command])
-        assert ended.value.code == 1
-        (line,) = (some for some in capsys.readouterr().err.splitlines() if "error:" in some)
-        for word in (str(run / "checkpoints"), *words):
-            assert word in line
+        assert errors.getvalue().count("error:") == 1
     assert times() == before
 
 
 @pytest.mark.seconds
 def test_a_run_from_imported_weights_goes_on_without_them(folder, run):
     rewrite(folder / "origin", imported)
-    audited = go_on(folder, run, init_from=InitFrom(path=str(folder / "origin")))
-    assert (audited.verdict, audited.last_step) == ("one trajectory", 4)
+    found = go_on(folder, run, init_from=InitFrom(path=str(folder / "origin")))
+    assert (found.verdict, found.last_step) == ("one trajectory", 4)
 
 
 LINES = [  # as a run wrote them, in a journal from before its lines had types

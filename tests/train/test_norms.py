@@ -2,11 +2,12 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import MODEL, batch_of, tiny_config
+from refusals import stopped
+from running import write_config
+from tiny import MODEL, parameters_of, take_first_step, tiny_config
 
 from maxmars import cli
 from maxmars.config import (
@@ -15,14 +16,11 @@ from maxmars.config import (
     MuonConfig,
     ScheduleConfig,
 )
-from maxmars.distributed import sharding
-from maxmars.model.language_model import make_model, mean_loss
-from maxmars.model.parameters import Parameters
 from maxmars.optim import MatrixSpec
 from maxmars.plan.collectives import collectives, total_bytes
 from maxmars.train.metrics import read_metrics
 from maxmars.train.norms import named_norms, spectral_norms
-from maxmars.train.step import init_train_state, make_train_step
+from maxmars.train.step import make_train_step
 
 MESHES = {
     "1,1,1": MeshConfig(),
@@ -49,26 +47,12 @@ def config_of(mesh="1,1,1", norms="layers", **changes):
     return tiny_config(**(options | changes))
 
 
-def parameters_of(config):
-    mesh = config.mesh
-    count = (mesh.data or 1) * (mesh.fsdp or 1) * mesh.tensor
-    return Parameters(config.model, sharding.make_mesh(mesh, jax.devices()[:count]))
-
-
 @functools.cache
 def one_step(mesh):
     """Gradient, update and norms by name of a first step."""
     config = config_of(mesh)
-    parameters = parameters_of(config)
-    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
-    shape = step.abstract_batch["tokens"].shape
-    tokens = np.random.default_rng(0).integers(0, 257, shape).astype(np.int32)
-    before = jax.device_get(state.params)
-    loss = jax.jit(jax.grad(lambda p, tokens: mean_loss(make_model(config.model, p), tokens)))
-    grads = jax.device_get(loss(before, tokens[0]))
-    state, metrics = step(state, batch_of(step, tokens))
-    update = jax.tree.map(np.subtract, jax.device_get(state.params), before)
-    return grads, update, named_norms(jax.device_get(metrics), parameters)
+    step = take_first_step(config)
+    return step.grads, step.update, named_norms(step.metrics, parameters_of(config))
 
 
 def matrices(tree, name):
@@ -171,27 +155,15 @@ def make(*, rngs, vocab_size, max_seq_len):
 
 
 @pytest.mark.seconds
-def test_a_run_whose_layers_are_separate_parameters(tmp_path, byte_tokens, capsys):
+def test_a_run_whose_layers_are_separate_parameters(tmp_path, byte_tokens):
     (tmp_path / "model.py").write_text(SEPARATE)
-    (tmp_path / "config.py").write_text(f"""
-from maxmars.config import AdamWConfig, ModuleConfig, TokenShardsConfig, TrainConfig
-
-def get_config():
-    return TrainConfig(
-        name="separate",
-        num_steps=2,
-        global_batch_size=8,
-        model=ModuleConfig(make="model.py:make", vocab_size=257, max_seq_len=16),
-        optimizer=AdamWConfig(learning_rate=1e-3),
-        data=TokenShardsConfig(path={str(byte_tokens)!r}),
-    )
-""")
+    model = "model=ModuleConfig(make='model.py:make', vocab_size=257, max_seq_len=16)"
+    data = f"data=TokenShardsConfig(path={str(byte_tokens)!r})"
+    write_config(tmp_path, f"num_steps=2, optimizer=ADAMW, {model}, {data}")
     run = str(tmp_path / "run")
     words = ["train", str(tmp_path / "config.py"), "--num-processes", "1", "--workdir", run]
-    with pytest.raises(SystemExit) as stopped:
+    with stopped(2, "'layer'"):
         cli.main([*words, "--log.norms", "layer"])
-    assert stopped.value.code == 2
-    assert "'layer'" in capsys.readouterr().err
     cli.main([*words, "--log.norms", "layers", "--eval.every", "None"])
     matrices = {f"layers.{layer}.{name}" for layer in range(3) for name in ("up", "down")}
     quantities = ("grad_norm", "update_rms", "update_spectral_norm")

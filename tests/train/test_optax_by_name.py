@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from refusals import refused
-from tiny import MODEL, first_difference, random_params
+from refusals import refused, stopped
+from tiny import MODEL, SOPHIA_FILE, first_difference, random_params
 
 from maxmars.cli import main
 from maxmars.config import AdamWConfig, LionConfig, ModuleConfig, OptaxConfig, load_config
@@ -184,26 +184,26 @@ def test_it_trains_and_what_a_kill_leaves_goes_on(words, byte_tokens, tmp_path, 
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_in_a_line(name, byte_tokens, tmp_path, capsys):
+def test_it_is_refused_in_a_line(name, byte_tokens, tmp_path):
     words = ["train", f"quickstart:data={byte_tokens},optimizer={name}", *SIZE.split()]
-    with pytest.raises(SystemExit) as ended:
+    with stopped(1, f"optimizer.make='{name}'") as errors:
         main([*words, "--num-processes", "1", "--workdir", str(tmp_path / "run")])
-    assert ended.value.code == 1
-    (line,) = (some for some in capsys.readouterr().err.splitlines() if "error:" in some)
-    assert f"optimizer.make='{name}'" in line
+    assert errors.getvalue().count("error:") == 1
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("command", ["plan", "compare"])
+@pytest.mark.parametrize(
+    ("name", "field", "buffer"),
+    [("optax.contrib:adopt", "b1", "nu"), (f"{SOPHIA_FILE}:sophia", "rho", "hessian")],
+    ids=["adopt", "sophia"],
+)
 @pytest.mark.seconds
-def test_it_is_planned_and_compared(command, byte_tokens, tmp_path, capsys):
-    data = f"data={byte_tokens}"
-    words = {
-        "plan": [f"quickstart:{data},optimizer=optax.contrib:adopt", "--topology", "cpu:1"],
-        "compare": [
-            *["compare_tiny:" + data, "--optimizers", "adamw", "optax.contrib:adopt"],
-            *["--tune", "learning_rate", "b1", "--workdir", str(tmp_path), "--dry-run"],
-        ],
-    }[command]
-    main([command, *words, *SIZE.split()])
-    assert "adopt" in capsys.readouterr().out
+def test_it_is_planned_and_compared(name, field, buffer, byte_tokens, tmp_path, capsys):
+    config, size = f"quickstart:data={byte_tokens}", SIZE.split()
+    main(["plan", f"{config},optimizer={name}", "--topology", "cpu:1", *size])
+    printed = capsys.readouterr().out
+    assert name.partition(":")[2] in printed
+    assert buffer in printed
+    words = ["--tune", "learning_rate", field, "--workdir", str(tmp_path), "--dry-run"]
+    main(["compare", config, "--optimizers", "mars", name, *words, *size])
+    assert name.partition(":")[2] in capsys.readouterr().out

@@ -11,7 +11,8 @@ import optax
 import pytest
 from flax import nnx
 from refusals import refused
-from tiny import ADAMW, MODEL, batch_of, random_params, tiny_config
+from tiny import ADAMW, MODEL, parameters_of, random_params, take_first_step, tiny_config
+from trees import assert_close, take_steps
 
 from maxmars.config import (
     AdamWConfig,
@@ -25,11 +26,17 @@ from maxmars.config import (
     SoapConfig,
     WeightUpdateConfig,
 )
-from maxmars.distributed import sharding
 from maxmars.model import GPT2
-from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters
-from maxmars.optim import MatrixSpec, mars, muon, soap
+from maxmars.optim import (
+    MatrixSpec,
+    kernel_preset,
+    mars,
+    momentum_kernel,
+    muon,
+    scale_by_adam_of,
+    soap,
+)
 from maxmars.optim.nnx import matrix_specs_of
 from maxmars.train.norms import named_norms
 from maxmars.train.optimizer import (
@@ -39,7 +46,7 @@ from maxmars.train.optimizer import (
     make_schedule,
     update_rules,
 )
-from maxmars.train.step import init_train_state, make_train_step
+from maxmars.train.step import init_train_state
 
 ADEMAMIX = MomentumKernelConfig(preset="ademamix", end_step=4)
 TWO_EMAS = MomentumKernelConfig(preset="two_ema", switch_step=2)
@@ -147,7 +154,7 @@ def test_a_coupled_decay_follows_the_schedule(optimizer):
 def test_a_run_refuses_to_start_from_a_matrix_that_hyperball_never_moves():
     hyperball = WeightUpdateConfig(hyperball=True)
     config = tiny_config(optimizer=AdamWConfig(weight_update=hyperball))
-    parameters = Parameters(MODEL, sharding.make_mesh(config.mesh, jax.devices()[:1]))
+    parameters = parameters_of(config)
     params = jax.tree.map(jnp.asarray, random_params(MODEL))
     init_train_state(config, parameters, {"params": params})
     params["h"]["mlp"]["c_fc"]["kernel"] = params["h"]["mlp"]["c_fc"]["kernel"].at[2].set(0)
@@ -201,27 +208,17 @@ def test_rules_say_the_rates():
     assert rules["ln_f"]["scale"].learning_rate_scale == 0.5
 
 
-def test_ademamix_is_the_papers():
-    """Algorithm 1 of arXiv 2409.03137, in NumPy."""
-    kernel = dataclasses.replace(ADEMAMIX, decays=(0.9, 0.99), weights=(1.0, 5.0))
+def test_ademamix_of_a_config_is_that_of_the_package():
+    """`tests/optim/test_momentum_kernel.py` compares that one with the paper's."""
+    options = {"end_step": 4, "decays": (0.9, 0.99), "weights": (1.0, 5.0)}
+    kernel = MomentumKernelConfig(preset="ademamix", **options)
     config = AdamWConfig(momentum_kernel=kernel, b2=0.999, weight_decay=0.0)
-    params = random_params(MODEL)
-    tx = make_optimizer(config, Parameters(MODEL), jnp.float32(0.1))
-    update, state = jax.jit(tx.update), tx.init(params)
-    fast = slow = square = 0.0
-    for t in range(1, 7):
-        grads = random_params(MODEL, seed=t)
-        updates, state = update(grads, state, params)
-        grad = np.asarray(grads["wpe"]["embedding"], np.float64)
-        done = min(t / 4, 1)
-        slopes = np.log(0.9), np.log(0.99)
-        b3 = np.exp(slopes[0] * slopes[1] / ((1 - done) * slopes[1] + done * slopes[0]))
-        fast = 0.9 * fast + 0.1 * grad
-        slow = b3 * slow + (1 - b3) * grad
-        square = config.b2 * square + (1 - config.b2) * grad**2
-        mixed = fast / (1 - 0.9**t) + 5 * done * slow
-        expected = -0.1 * mixed / (np.sqrt(square / (1 - config.b2**t)) + config.eps)
-        np.testing.assert_allclose(updates["wpe"]["embedding"], expected, rtol=1e-4, atol=1e-6)
+    direction = scale_by_adam_of(momentum_kernel(**kernel_preset("ademamix", **options)), b2=0.999)
+    params, *grads = (random_params(MODEL, seed) for seed in range(7))
+    ours = make_optimizer(config, Parameters(MODEL), jnp.float32(0.1))
+    plain = optax.chain(direction, optax.scale_by_learning_rate(0.1))
+    pairs = (take_steps(tx, params, grads).params for tx in (ours, plain))
+    assert_close(*pairs, atol=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -257,21 +254,6 @@ def test_a_warmup_may_last_to_the_end():
     assert float(make_schedule(config)(10)) == pytest.approx(1.0)
 
 
-def one_step(config):
-    """Parameters before, gradient, update and metrics of the first step."""
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    parameters = Parameters(config.model, mesh)
-    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
-    shape = step.abstract_batch["tokens"].shape
-    tokens = np.random.default_rng(0).integers(0, 257, shape).astype(np.int32)
-    before = jax.device_get(state.params)
-    loss = jax.jit(jax.grad(lambda p, tokens: mean_loss(make_model(config.model, p), tokens)))
-    grads = loss(before, tokens[0])
-    state, metrics = step(state, batch_of(step, tokens))
-    update = jax.tree.map(np.subtract, jax.device_get(state.params), before)
-    return before, jax.device_get(grads), update, jax.device_get(metrics)
-
-
 def norms_by_name(tree):
     """Norms of the parts, taken from the names of the parameters rather than of their axes."""
     squares = dict.fromkeys(COMPONENTS, 0.0)
@@ -293,12 +275,12 @@ def test_norms_of_a_step_are_those_of_numpy():
         gradient_clip_norm=0.5,
         schedule=ScheduleConfig(warmup_steps=0),
     )
-    before, grads, update, metrics = one_step(config)
-    norms = named_norms(metrics, Parameters(MODEL))
+    step = take_first_step(config)
+    metrics, norms = step.metrics, named_norms(step.metrics, Parameters(MODEL))
     for name, tree, rtol in (
-        ("grad", grads, 1e-4),
-        ("param", jax.tree.map(np.add, before, update), 1e-5),
-        ("update", update, 1e-3),
+        ("grad", step.grads, 1e-4),
+        ("param", jax.tree.map(np.add, step.before, step.update), 1e-5),
+        ("update", step.update, 1e-3),
     ):
         for part, expected in norms_by_name(tree).items():
             assert norms[f"train/{name}_norm/{part}"] == pytest.approx(expected, rel=rtol)

@@ -3,16 +3,15 @@
 import jax
 import numpy as np
 import pytest
-from tiny import MODEL, sophia, tiny_config
+from tiny import MODEL, first_state, sophia, tiny_config
 
 from maxmars.config import CheckpointConfig, GrainConfig, MarsConfig, MeshConfig
 from maxmars.data.windows import segments_and_positions
 from maxmars.distributed import sharding
 from maxmars.model import make_model, token_losses
-from maxmars.model.parameters import Parameters
 from maxmars.train import train
 from maxmars.train.reporter import DivergedError
-from maxmars.train.step import SKIP_REASONS, init_train_state, make_train_step
+from maxmars.train.step import SKIP_REASONS
 
 ROWS, STEPS = 16, 3
 
@@ -30,14 +29,10 @@ def packed_batches():
 
 def run(microbatches, mesh, optimizer):
     config = tiny_config(num_microbatches=microbatches, mesh=mesh, optimizer=optimizer)
-    count = (mesh.data or 1) * (mesh.fsdp or 1) * mesh.tensor
-    devices = sharding.make_mesh(mesh, jax.devices()[:count])
-    parameters = Parameters(config.model, devices)
-    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
-    history = []
+    (step, state), history = first_state(config), []
     for batch in packed_batches():
         split = {k: v.reshape(microbatches, -1, v.shape[-1]) for k, v in batch.items()}
-        on_mesh = jax.device_put(split, sharding.batch_sharding(devices))
+        on_mesh = jax.device_put(split, sharding.batch_sharding(step.mesh))
         state, metrics = step(state, on_mesh)
         history.append(jax.device_get(metrics))
     return jax.device_get(state.params), history
@@ -65,9 +60,7 @@ def test_microbatches_and_devices_change_nothing_but_rounding(optimizer):
 
 def test_the_loss_is_the_mean_over_the_targets_that_count():
     config = tiny_config(num_microbatches=1)
-    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    parameters = Parameters(config.model, mesh)
-    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
+    step, state = first_state(config)
     batch = next(packed_batches())
     rows = {name: array for name, array in batch.items() if name != "mask"}
     losses = jax.jit(lambda p, rows: token_losses(make_model(config.model, p), **rows))(
@@ -77,7 +70,8 @@ def test_the_loss_is_the_mean_over_the_targets_that_count():
     nothing = {**batch, "mask": np.zeros_like(batch["mask"])}
     for given, loss, skipped in ((batch, expected, 0), (nothing, np.nan, 1)):
         on_mesh = {name: array[None] for name, array in given.items()}
-        state, metrics = step(state, jax.device_put(on_mesh, sharding.batch_sharding(mesh)))
+        on_mesh = jax.device_put(on_mesh, sharding.batch_sharding(step.mesh))
+        state, metrics = step(state, on_mesh)
         np.testing.assert_allclose(metrics["train/loss"], loss, atol=1e-5)
         assert metrics["train/skipped"] == skipped
         assert ("mask" in SKIP_REASONS[metrics["train/skip_reason"]]) == bool(skipped)

@@ -7,6 +7,7 @@ import timeit
 
 import optax
 import pytest
+from refusals import stopped
 
 from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
@@ -90,13 +91,11 @@ def test_code_runs_only_from_the_copy_that_the_run_recorded(run, folder, tmp_pat
     for change in (lambda: kept.write_text("print('it ran')\n" + OWN), kept.unlink):
         change()  # own.py is still where it was in training
         capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
+        with stopped(1) as errors:
             main(command)
-        out, err = capsys.readouterr()
-        assert stop.value.code == 1
-        assert str(kept) in err.splitlines()[-1]
-        assert f"--init-from {copy}" in err.splitlines()[-1]
-        assert "it ran" not in out
+        assert str(kept) in errors.lines[-1]
+        assert f"--init-from {copy}" in errors.lines[-1]
+        assert "it ran" not in capsys.readouterr().out
 
 
 @pytest.mark.seconds
@@ -138,7 +137,7 @@ def record(run, change):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("way", ["text", "missing text", "link", "model", "optimizer"])
-def test_no_command_runs_a_file_that_only_a_record_names(run, way, tmp_path, capsys):
+def test_no_command_runs_a_file_that_only_a_record_names(run, way, tmp_path):
     foreign, copy = tmp_path / "foreign.py", shutil.copytree(run, tmp_path / "run")
     foreign.write_text(FOREIGN)
     source = {"type": "Source", "file": str(foreign), "function": "make", "sha256": None}
@@ -161,11 +160,10 @@ def test_no_command_runs_a_file_that_only_a_record_names(run, way, tmp_path, cap
     if way == "optimizer":  # whose record alone stands in the card
         main(command)
     else:
-        with pytest.raises(SystemExit) as stop:
+        with stopped(1) as errors:
             main(command)
-        assert stop.value.code == 1
         named = foreign if way == "text" else copy / "sources"
-        assert str(named) in capsys.readouterr().err.splitlines()[-1]
+        assert str(named) in errors.lines[-1]
     assert not (tmp_path / "it ran").exists()
 
 

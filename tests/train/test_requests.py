@@ -16,6 +16,7 @@ from tiny import (
     SOPHIA_FILE,
     batch_of,
     first_difference,
+    first_state,
     series,
     tiny_config,
     values_of,
@@ -24,11 +25,8 @@ from tiny import (
 from maxmars.checkpoint import read
 from maxmars.cli import main
 from maxmars.config import MeshConfig, OptaxConfig
-from maxmars.distributed import sharding
 from maxmars.model.language_model import make_model, mean_loss
-from maxmars.model.parameters import Parameters
 from maxmars.optim import GradientRequest, mars, mars_over, requests_of, with_requests
-from maxmars.train.step import init_train_state, make_train_step
 
 make_sophia = runpy.run_path(str(SOPHIA_FILE))["sophia"]
 PAGE = SOPHIA_FILE.parent / "your_own_optimizer_model_data.md"
@@ -94,15 +92,10 @@ def keeping(tmp_path_factory):
 
 def steps_of(config, count):
     """Parameters before each step, and the state after the last."""
-    shape = config.mesh
-    devices = (shape.data or 1) * (shape.fsdp or 1) * shape.tensor
-    mesh = sharding.make_mesh(shape, jax.devices()[:devices])
-    parameters = Parameters(config.model, mesh)
-    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
-    before = []
+    (step, state), before = first_state(config), []
     for _ in range(count):
         before.append(jax.device_get(state.params))
-        state, metrics = step(state, batch_of(step, TOKENS.reshape(config.microbatches, -1, 17)))
+        state, metrics = step(state, batch_of(step, TOKENS))
         assert metrics["train/skipped"] == 0
     return before, jax.device_get(state)
 
@@ -235,24 +228,6 @@ def test_sophia_by_the_command_line(byte_tokens, tmp_path, capsys):
         "hessian",
         "mu",
     }
-
-
-@pytest.mark.parametrize("command", ["plan", "compare"])
-@pytest.mark.seconds
-def test_sophia_is_planned_and_compared(command, byte_tokens, tmp_path, capsys):
-    name = f"{SOPHIA_FILE}:sophia"
-    words = {
-        "plan": [f"quickstart:data={byte_tokens},optimizer={name}", "--topology", "cpu:1"],
-        "compare": [
-            *[f"quickstart:data={byte_tokens}", "--optimizers", "mars", name],
-            *["--tune", "learning_rate", "rho", "--workdir", str(tmp_path), "--dry-run"],
-        ],
-    }[command]
-    main([command, *words, *SIZE.split()])
-    printed = capsys.readouterr().out
-    assert "sophia" in printed
-    if command == "plan":
-        assert "hessian" in printed
 
 
 # --- the page -------------------------------------------------------------------------------------

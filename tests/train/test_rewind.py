@@ -4,7 +4,6 @@ import dataclasses
 import json
 import shutil
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,55 +11,44 @@ import numpy as np
 import optax
 import pytest
 import tiny
-from refusals import refused
-from running import finish, records, start, start_python, start_two, wait_until
+from refusals import refused, stopped
+from running import (
+    finish,
+    finish_well,
+    records,
+    start,
+    start_python,
+    start_two,
+    train_here,
+    wait_until,
+    write_config,
+)
+from tiny import audited, six_steps
 
 from maxmars.checkpoint import list_steps, read
 from maxmars.checkpoint.journal import line_of
 from maxmars.checkpoint.lock import acquire
 from maxmars.cli import main
-from maxmars.config import CheckpointConfig, EvalConfig, MuonConfig
+from maxmars.config import MuonConfig
 from maxmars.optim import mars as mars_of
 from maxmars.train import train
-from maxmars.train.audit import audit
 from maxmars.train.rewind import rewind
 from maxmars.train.step import match_by_type
 
 BATCH = 16
 
 
-def config_of(folder, num_steps=6):
-    return tiny.short_config(
-        folder / "tokens",
-        num_steps=num_steps,
-        eval=EvalConfig(every=3, num_windows=16, batch_size=16),
-        checkpoint=CheckpointConfig(every=2, keep_last=9),
-    )
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("rewound")
-    train(config_of(folder), folder / "run")
-    return folder
-
-
 @pytest.fixture
-def run(finished, tmp_path):
-    shutil.copytree(finished, tmp_path / "copy")
-    return tmp_path / "copy" / "run"
+def run(six_step_copy):
+    return six_step_copy
 
 
 def go_on(run, num_steps=6, **changes):
-    return train(dataclasses.replace(config_of(run.parent, num_steps), **changes), run)
+    return train(dataclasses.replace(six_steps(run.parent, num_steps), **changes), run)
 
 
 def rewound(run, to, **options):
     return rewind(run, to, log=lambda text: None, **options)
-
-
-def check(run, **options):
-    return audit(run, log=lambda text: None, **options)
 
 
 def names(run):
@@ -76,13 +64,13 @@ def test_back_to_a_checkpoint_the_steps_are_the_same(run):
     digest = read(run / "checkpoints").digest
     rewound(run, 2)
     assert names(run) == {"2", "4.rewound", "6.rewound"}
-    assert check(run).problems == []
+    assert audited(run).problems == []
     go_on(run)
     assert names(run) == {"2", "4", "6", "4.rewound", "6.rewound"}
     assert read(run / "checkpoints").digest == digest
-    audited = check(run, replay=4)
-    assert audited.problems == []
-    assert audited.rewinds == ["to step 2 from step 6"]
+    found = audited(run, replay=4)
+    assert found.problems == []
+    assert found.rewinds == ["to step 2 from step 6"]
 
 
 @pytest.mark.seconds
@@ -101,7 +89,7 @@ def test_left_out_examples_are_told_and_replayed(run, capsys):
     assert "32 to 37" in told
     assert "the same digest" in told
     with refused(ValueError, "--replay 6", "step 2"):  # over the place where they were left out
-        check(run, replay=6)
+        audited(run, replay=6)
 
 
 @pytest.mark.slow
@@ -120,9 +108,9 @@ def test_a_rewind_holds_until_a_later_step_is_saved_and_the_last_one_counts(run)
     go_on(run, 8)
     assert position(run, 8) == 8 * BATCH + 10
     assert names(run) >= {"6.rewound", "6.rewound-2", "8.rewound"}
-    audited = check(run)
-    assert audited.problems == []
-    assert [text.partition(",")[0] for text in audited.rewinds] == [
+    found = audited(run)
+    assert found.problems == []
+    assert [text.partition(",")[0] for text in found.rewinds] == [
         "to step 2 from step 6",
         "to step 4 from step 8",
     ]
@@ -138,9 +126,9 @@ def test_a_rewind_is_taken_back(run):
         (run / "checkpoints" / f"{step}.rewound").rename(run / "checkpoints" / str(step))
     go_on(run, 8)
     assert position(run, 8) == 8 * BATCH
-    audited = check(run)
-    assert audited.problems == []
-    assert audited.rewinds == ["to step 6"]
+    found = audited(run)
+    assert found.problems == []
+    assert found.rewinds == ["to step 6"]
 
 
 class Killed(BaseException):
@@ -177,15 +165,15 @@ def test_killed_at_every_moment_it_is_done_by_the_same_command(run, tmp_path):
             moments += 1
             straight = copy.parent / "straight"
             shutil.copytree(copy, straight)
-            assert check(straight).problems == []
+            assert audited(straight).problems == []
             newest = list_steps(straight / "checkpoints")[-1]
             go_on(straight)  # from the newest that is left, or as rewound
             assert position(straight, 6) == 6 * BATCH + 5 * (newest == 2)
-            assert check(straight).problems == []
+            assert audited(straight).problems == []
             rewound(copy, 2, skip_examples=5)
         kill.left = None
         go_on(copy)
-        assert check(copy).problems == []
+        assert audited(copy).problems == []
         assert {path.name for path in copy.iterdir()} >= {"wandb.json.rewound"}
         ends.add((position(copy, 6), read(copy / "checkpoints").digest))
     assert moments == 4  # the id of W&B, the journal, two checkpoints
@@ -201,7 +189,7 @@ def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
 
 @pytest.mark.slow
 def test_the_moments_begin_at_zero_while_step_data_and_schedule_go_on(run):
-    config = config_of(run.parent, 8)
+    config = six_steps(run.parent, 8)
     other = dataclasses.replace(config, optimizer=MuonConfig(learning_rate=1e-3))
     with refused(ValueError, "optimizer", f"maxmars rewind {run} --to 6 --new-optimizer-state"):
         train(other, run, resume_overrides=["optimizer"])
@@ -215,39 +203,27 @@ def test_the_moments_begin_at_zero_while_step_data_and_schedule_go_on(run):
     assert ended[0].step == ended[1].step
     assert ended[0].data_position == ended[1].data_position
     assert ended[0].digest != ended[1].digest
-    audited = check(run, replay=2)
-    assert audited.problems == []
-    assert "state of the optimizer" in audited.rewinds[0]
+    found = audited(run, replay=2)
+    assert found.problems == []
+    assert "state of the optimizer" in found.rewinds[0]
     with refused(ValueError, "--replay 8", "step 6"):
-        check(run, replay=8)
+        audited(run, replay=8)
 
 
+# A clip and a correction that change no bit, so that a run without them can be compared.
 MARS = """
-import sys
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-from maxmars.config import CheckpointConfig, MarsConfig
-from tiny import short_config
-
-def get_config():
-    # A clip and a correction that change no bit, so that a run without them can be compared.
-    return short_config(
-        Path({folder!r}) / "tokens",
-        optimizer=MarsConfig(learning_rate=1e-3, gamma=1e-30, clip_threshold=1e9),
-        checkpoint=CheckpointConfig(every=2, keep_last=9),
-    )
+    optimizer=MarsConfig(learning_rate=1e-3, gamma=1e-30, clip_threshold=1e9),
+    checkpoint=CheckpointConfig(every=2, keep_last=9),
 """
 
 
 @pytest.mark.slow
 def test_parts_of_mars_change_on_a_resume(tmp_path, capsys):
     run, names = tmp_path / "run", "optimizer.gamma,optimizer.clip_threshold"
-    text = MARS.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path))
-    (tmp_path / "config.py").write_text(text)
+    write_config(tmp_path, MARS, make="short_config")
 
     def train_mars(run, steps, *words):
-        given = ["--workdir", str(run), "--num-steps", str(steps), "--num-processes", "1"]
-        main(["train", str(tmp_path / "config.py"), *given, *words])
+        train_here(tmp_path, run, "--num-steps", steps, *words)
 
     train_mars(run, 2)
     shutil.copytree(run, tmp_path / "undisturbed")
@@ -258,14 +234,12 @@ def test_parts_of_mars_change_on_a_resume(tmp_path, capsys):
     assert records(run) == {key: pytest.approx(loss, rel=1e-6) for key, loss in undisturbed.items()}
     main(["audit", str(run), "--replay", "2"])
     assert "the same digest" in capsys.readouterr().out
-    with pytest.raises(SystemExit):  # the correction would need the gradient of before
+    # The correction would need the gradient of before.
+    with stopped(1, "/last_grad/", "--new-optimizer-state"):
         train_mars(run, 6, "--resume-overrides", names)
-    told = capsys.readouterr().err
-    assert "/last_grad/" in told
-    assert "--new-optimizer-state" in told
     # The clip comes back without the correction, which needs no array.
     train_mars(run, 6, *words[:2], "--resume-overrides", names)
-    assert audit(run, log=lambda text: None).problems == []
+    assert audited(run).problems == []
 
 
 @pytest.mark.parametrize("variant", ["adamw", "m"])
@@ -296,10 +270,10 @@ def test_a_lie_about_a_rewind_is_found(lie, run):
     told = next(line for line in lines if line["kind"] == "rewound")
     told[lie] = "0" * 64 if lie == "digest" else told[lie] + 2
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert check(run).problems
+    assert audited(run).problems
 
 
-def test_rewinds_that_make_no_sense(tmp_path, run, capsys):
+def test_rewinds_that_make_no_sense(tmp_path, run):
     shutil.copytree(run / "checkpoints" / "2", tmp_path / "2")
     for file in (run / "checkpoints" / "4" / "state").rglob("*"):
         if file.is_file():
@@ -313,12 +287,8 @@ def test_rewinds_that_make_no_sense(tmp_path, run, capsys):
         ([tmp_path / "new", "--to", "2"], [str(tmp_path / "new")]),
         ([run / "checkpoints" / "2", "--to", "2"], ["2"]),
     ):
-        with pytest.raises(SystemExit) as ended:
+        with stopped(1, *named):
             main(["rewind", *map(str, words)])
-        assert ended.value.code == 1
-        told = " ".join(capsys.readouterr().err.split())
-        for some in named:
-            assert some in told
     lock = acquire(run / "checkpoints")
     with refused(ValueError, run / "checkpoints"):
         rewound(run, 2)
@@ -328,7 +298,7 @@ def test_rewinds_that_make_no_sense(tmp_path, run, capsys):
     assert after == before
 
 
-def test_a_run_that_was_steered_by_options_of_train_is_refused_in_a_line(run, capsys):
+def test_a_run_that_was_steered_by_options_of_train_is_refused_in_a_line(run):
     path = run / "journal.jsonl"
     began, *others = map(json.loads, path.read_text().splitlines())
 
@@ -340,7 +310,7 @@ def test_a_run_that_was_steered_by_options_of_train_is_refused_in_a_line(run, ca
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     write({"rewind": None, "skip_examples": 5, "new_optimizer_state": False, "id": "0", "from": 2})
-    for call in (lambda: go_on(run, 8), lambda: check(run), lambda: rewound(run, 2)):
+    for call in (lambda: go_on(run, 8), lambda: audited(run), lambda: rewound(run, 2)):
         with refused(ValueError, path, "step 0", "--init-from"):
             call()
     write(None)
@@ -348,29 +318,17 @@ def test_a_run_that_was_steered_by_options_of_train_is_refused_in_a_line(run, ca
     assert position(run, 8) == 8 * BATCH
 
 
-CONFIG = """
-import sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import CheckpointConfig, LionConfig
-from tiny import ADAMW, tiny_config
-
-def get_config():
-    checkpoint = CheckpointConfig(every=2, keep_last=99)
-    return tiny_config(num_steps=6, num_microbatches=1, optimizer=ADAMW, checkpoint=checkpoint)
-"""
-
-
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
     """Bit by bit as one process that was left alone: back, past examples, with a new optimizer and
     a guard of gradient norms, which skips steps."""
-    config = CONFIG.format(tests=str(Path(__file__).parents[1]))
-    (tmp_path / "config.py").write_text(config)
+    config = "num_microbatches=1, checkpoint=CheckpointConfig(every=2, keep_last=99), optimizer="
+    write_config(tmp_path, f"{config}ADAMW")
     alone, two = tmp_path / "alone", tmp_path / "two"
     assert finish(start(tmp_path, "alone"))[0] == 0
     shutil.copytree(alone, two)
-    (tmp_path / "config.py").write_text(config.replace("optimizer=ADAMW", "optimizer=LionConfig()"))
+    write_config(tmp_path, f"{config}LionConfig()")
     for run in (alone, two):
         main(["rewind", str(run), "--to=2", "--skip-examples=5", "--new-optimizer-state"])
     until = "--num-steps 60 --checkpoint.every 10 --resume-overrides guard,optimizer"
@@ -386,10 +344,8 @@ def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
     for process in killed:
         finish(process)
     assert not (two / "checkpoints" / "60").exists()
-    for code, output in map(finish, start_two(tmp_path, "two", *words)):
-        assert code == 0, output
-    code, output = finish(start(tmp_path, "alone", *words))
-    assert code == 0, output
+    finish_well(start_two(tmp_path, "two", *words))
+    finish_well([start(tmp_path, "alone", *words)])
     ends = [read(run / "checkpoints") for run in (two, alone)]
     assert ends[0].step == 60
     assert ends[0].digest == ends[1].digest
@@ -401,8 +357,7 @@ def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
 
     replay = str(60 - list_steps(two / "checkpoints")[-2])
     words = ["-m", "maxmars", "audit", two, "--replay", replay]
-    code, output = finish(start_python(tmp_path, *words, devices=2))
-    assert code == 0, output
+    (output,) = finish_well([start_python(tmp_path, *words, devices=2)])
     for told in (
         "to step 2 from step 6",
         "32 to 37",
@@ -423,7 +378,7 @@ def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
         last = max(i for i, line in enumerate(lines) if line["kind"] == kind)
         told = [*lines[:last], merged(lines[last], lie), *lines[last + 1 :]]
         (two / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
-        assert audit(two, compare_arrays=False, log=lambda text: None).problems, lie
+        assert audited(two, compare_arrays=False).problems, lie
     (two / "journal.jsonl").write_text(journal)
     for key in ("train/skipped", "train/grad_norm"):
         metrics = (two / "metrics.jsonl").read_text()
@@ -431,12 +386,12 @@ def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
         row = next(row for row in rows if row.get("train/skipped"))
         row[key] += 1
         (two / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        audited = audit(two, compare_arrays=False, log=lambda text: None)
-        assert audited.problems == []
-        assert "changed since step" in audited.metrics, key
+        found = audited(two, compare_arrays=False)
+        assert found.problems == []
+        assert "changed since step" in found.metrics, key
         (two / "metrics.jsonl").write_text(metrics)
     (two / "journal.jsonl").write_text("\n".join(journal.splitlines()[1:]))
-    with pytest.raises(SystemExit):
+    with stopped(1):
         main(["audit", str(two)])
 
 
