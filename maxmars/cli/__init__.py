@@ -2,8 +2,8 @@
 
 A command is a function of a module here, from the arguments to the exit code, and one row in
 `COMMANDS`. Its module is imported only when the command runs, so that `maxmars --help` loads
-neither JAX nor tyro. Exit codes are those of `main`. Errors of input, files and network, whoever
-raised them, are printed here and nowhere else; all others are bugs and keep their traceback.
+neither JAX nor tyro. Errors of input, files and network, whoever raised them, are printed here and
+nowhere else; all others are bugs and keep their traceback.
 """
 
 from __future__ import annotations

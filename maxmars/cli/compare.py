@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from maxmars.cli.parse import (
-    ConfigArguments,
-    parse_arguments,
-    parse_first,
-    parse_options,
-    split_config,
-)
+from maxmars.cli import parse
 from maxmars.config import OptaxConfig, Source, TrainConfig
 from maxmars.config.checks import CheckedConfig, UsageError
 from maxmars.config.comparison import ComparisonConfig, SearchConfig
@@ -38,7 +32,7 @@ _PROG = "maxmars compare"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareArguments(ConfigArguments, SearchConfig):
+class CompareArguments(parse.ConfigArguments, SearchConfig):
     """Compare optimizers fairly: tune each with the same budget, then train with several seeds.
 
     Each word of --optimizers makes a contender: CONFIG with its choice `optimizer` set to a name of
@@ -106,7 +100,7 @@ class _Optimizers:
 def run(argv: list[str]) -> int:
     """Run `maxmars compare`."""
     if argv[:1] == ["verify"]:
-        return _verify(parse_options(VerifyArguments, argv[1:], prog=f"{_PROG} verify"))
+        return _verify(parse.parse_options(VerifyArguments, argv[1:], prog=f"{_PROG} verify"))
     arguments, comparison = _make_comparison(argv)
     workdir = _comparison_dir(arguments)
     from maxmars.distributed.progress import loading_jax
@@ -139,13 +133,13 @@ def _make_comparison(argv: list[str]) -> tuple[CompareArguments, Comparison]:
     #
     #   compare_tiny                                       a file's get_comparison()
     #   gpt2 --optimizers adamw mars my_opt.py:make        one CONFIG, with each choice `optimizer`
-    first_options, argv = parse_first(_Optimizers, argv)
+    first_options, argv = parse.parse_first(_Optimizers, argv)
     optimizers = first_options.optimizers or ()
     _refuse_commas("--optimizers", optimizers)
     is_empty = first_options.optimizers == () or not all(optimizers)
     if is_empty or len({*optimizers}) < len(optimizers):
         raise UsageError(f"--optimizers {' '.join(optimizers)} must name optimizers, each once.")
-    spec, options = split_config(argv, _PROG)
+    spec, options = parse.split_config(argv, _PROG)
     if spec is not None and options and not options[0].startswith("-"):
         raise UsageError(
             f"{_PROG} {spec} {options[0]}: one CONFIG makes a comparison. Name contenders by "
@@ -222,7 +216,7 @@ def _parse_for_file(
     """Parse the options once for each contender of a config file."""
     search_options = {name: getattr(config, name) for name in _SEARCH_FIELDS}
     return {
-        name: parse_options(
+        name: parse.parse_options(
             CompareArguments,
             options,
             prog=prog,
@@ -236,11 +230,11 @@ def _parse_for_optimizers(
     argv: Sequence[str], optimizers: Sequence[str]
 ) -> dict[str, CompareArguments]:
     """Parse the command line once for each word of `--optimizers`, or for CONFIG alone."""
-    parse = functools.partial(
-        parse_arguments, CompareArguments, argv, prog=_PROG, example="compare_tiny"
+    parse_line = functools.partial(
+        parse.parse_arguments, CompareArguments, argv, prog=_PROG, example="compare_tiny"
     )
     if not optimizers:
-        arguments = parse()
+        arguments = parse_line()
         return {arguments.config.name: arguments}
     words: dict[str, str] = {}
     for word in optimizers:
@@ -248,7 +242,7 @@ def _parse_for_optimizers(
         if name in words:
             raise UsageError(f"--optimizers {words[name]} {word}: both are called {name!r}.")
         words[name] = word
-    return {name: parse(choices={"optimizer": word}) for name, word in words.items()}
+    return {name: parse_line(choices={"optimizer": word}) for name, word in words.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,8 +307,7 @@ class ReportArguments(CheckedConfig):
     runs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
     """Directories of runs and comparisons, such as runs/quickstart."""
     labels: Annotated[tuple[str, ...], tyro.conf.arg(metavar="TEXT ...")] = ()
-    """Names of the RUNs in tables and figures, one for each; by default those of the
-    directories."""
+    """Names of the RUNs in tables and figures, one for each; by default the directories'."""
     out: Annotated[str | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for report.md, tables and figures; None is RUN/report, or the directory of the
     comparison, on a disk. Only an earlier report of the same runs is overwritten."""
@@ -344,32 +337,23 @@ def _labelled_runs(arguments: ReportArguments) -> dict[str, Any]:
 
 def run_report(argv: list[str]) -> int:
     """Run `maxmars report`."""
-    arguments = parse_options(ReportArguments, argv, prog="maxmars report")
+    arguments = parse.parse_options(ReportArguments, argv, prog="maxmars report")
     if not arguments.runs:
         raise UsageError("maxmars report needs a RUN, such as runs/quickstart.")
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
-        from maxmars.compare.curves import read_run
-        from maxmars.compare.report import best_lines, print_report, write_report
-        from maxmars.compare.run_report import (
-            check_out,
-            origin_of,
-            print_lines,
-            print_where,
-            write_run_report,
-        )
-        from maxmars.compare.summary import summarize
-        from maxmars.compare.trials import COMPARISON
+        from maxmars.compare import curves, report, summary, trials
+        from maxmars.compare import run_report as pages
         from maxmars.distributed.files import is_remote
 
     runs = _labelled_runs(arguments)
-    first = Path(next(iter(runs.values())))
-    out = first if arguments.out is None else _local_path("--out", arguments.out)
+    paths = list(runs.values())
+    out = Path(paths[0]) if arguments.out is None else _local_path("--out", arguments.out)
     comparisons = {
-        name: summarize(Path(path))
+        name: summary.summarize(Path(path))
         for name, path in runs.items()
-        if not is_remote(path) and (path / COMPARISON).is_file()
+        if not is_remote(path) and (path / trials.COMPARISON).is_file()
     }
     if len(comparisons) == len(runs):
         if len(runs) == 1:  # a report without a column of names
@@ -377,29 +361,29 @@ def run_report(argv: list[str]) -> int:
         summaries = dict(sorted(comparisons.items(), key=lambda item: item[1].num_parameters))
         origin = ""
         if arguments.out is not None:
-            origin = origin_of(runs.values())
-            check_out(out, origin)
-        write_report(summaries, out, arguments.format, origin)
-        print_report(summaries, out)
+            origin = pages.origin_of(paths)
+            pages.check_out(out, origin)
+        report.write_report(summaries, out, arguments.format, origin)
+        report.print_report(summaries, out)
         return 0
     lines, workdirs = [], {}
     for name, path in runs.items():
         if name not in comparisons:
-            lines.append(read_run(path, name))
+            lines.append(curves.read_run(path, name))
             workdirs[name] = path
             continue
         for outcome in comparisons[name].outcomes:
             if outcome.best is None:
                 print(f"{name}: {outcome.contender.name} has no finished run, and is not drawn")
-        for line in best_lines(comparisons[name]):
+        for line in report.best_lines(comparisons[name]):
             own = f"{name}: {line.name}"
             lines.append(dataclasses.replace(line, name=own))
             workdirs[own] = path
     if arguments.out is None:
         out = out / "report"
-    write_run_report(lines, out, workdirs, arguments.format)
-    print_lines(lines)
-    print_where(out)
+    pages.write_run_report(lines, out, workdirs, arguments.format)
+    pages.print_lines(lines)
+    pages.print_where(out)
     return 0
 
 

@@ -1,8 +1,7 @@
 """`maxmars data`: prepare text for training, and look at the result.
 
-The work is in `maxmars.data`. `prepare` makes a `Recipe` of its options, with the command line for
-the record; the same command continues a directory only if the recipe is the same. `inspect` opens a
-directory of tokens, also of other programs, and prints facts, a sample and the next command.
+`prepare` makes a `Recipe` of its options, with the command line for the record; a directory is
+continued only by the same recipe. `inspect` reads directories of tokens, also of other programs.
 """
 
 from __future__ import annotations
@@ -27,12 +26,7 @@ from maxmars.cli.help import HELP
 from maxmars.cli.parse import parse_options
 from maxmars.config.checks import CheckedConfig, Fraction, NotNegative, Positive, UsageError
 from maxmars.data.formats import open_directory
-from maxmars.data.metadata import (
-    FORMAT,
-    DocumentStarts,
-    Metadata,
-    Shard,
-)
+from maxmars.data.metadata import FORMAT, DocumentStarts, Metadata, Shard
 from maxmars.data.token_files import TokenDirectory, TokenStream
 from maxmars.data.tokenizer import GPT2Tokenizer, load, tokenizer_of_tokens
 from maxmars.distributed.files import resolve, sha256_of
@@ -144,8 +138,7 @@ class InspectArguments(CheckedConfig):
     """Directory that `prepare` made, on a disk or gs://BUCKET/PATH, or tokens of nanoGPT,
     build-nanogpt or llm.c, as `maxmars train` reads them."""
     verify: bool = True
-    """Compare the files with their checksums, and hash the tokens of each split. Both read all the
-    data."""
+    """Compare the files with their checksums, and hash the tokens: two reads of all."""
 
 
 def open_preparation(arguments: PrepareArguments) -> Preparation:

@@ -1,9 +1,8 @@
 """`maxmars eval`: scores of one trained model, or of two on the same data.
 
-There are two backends: our own, with loss, HellaSwag and functions of the user's own, and
-lm-evaluation-harness; each refuses the options of the other. Data, functions and number of windows
-that no option names are those of the run's config. The work is in `maxmars.eval`; all processes of
-a cluster take part, and process 0 prints and writes.
+Of the two backends, native and lm-evaluation-harness, each refuses the options of the other. Data,
+functions and number of windows that no option names are those of the run's config. All processes of
+a cluster take part; process 0 prints and writes.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ class DataArguments(CheckedConfig):
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
     """Type of a token in such files of nanoGPT."""
     num_windows: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
-    """Number of sequences, as long as the model's context, to score; None takes the number of the
-    run, else 512."""
+    """Number of sequences of the model's context to score; None is the run's number, else 512."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,8 +111,7 @@ class EvalArguments(CheckedConfig):
     backend: Literal["native", "lm-eval"] = "native"
     """Program that scores; `lm-eval` is lm-evaluation-harness (extra `eval`)."""
     against: Annotated[str | None, tyro.conf.arg(metavar="TARGET")] = None
-    """A second model, to score on the same data; a test says whether the difference may be
-    chance."""
+    """A second model to score on the same data; a test says if the difference may be chance."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json")] = None
     """File for the scores; those of each question go to FILE.hellaswag.jsonl beside it."""
     own: tuple[Source | str, ...] | None = None
@@ -128,8 +125,7 @@ class EvalArguments(CheckedConfig):
     lm_eval: LMEvalArguments = field(default_factory=LMEvalArguments)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Address of process 0, if several processes score together; needs --num-processes and
-    --process-id."""
+    """Address of process 0, if several score together; goes with the next two options."""
     num_processes: Annotated[Positive[int] | None, tyro.conf.arg(metavar="N")] = None
     """Number of processes."""
     process_id: Annotated[NotNegative[int] | None, tyro.conf.arg(metavar="I")] = None
@@ -216,8 +212,7 @@ def _check_output(output: Path) -> None:
 
 
 def _token_files(options: DataArguments) -> dict[str, Any]:
-    """Options of --data that describe tokens of other programs, by name; only those that are
-    given."""
+    """The given options of --data that describe tokens of other programs, by name."""
     names = ("tokenizer", "vocab_size", "dtype")
     files = {name: value for name in names if (value := getattr(options, name)) is not None}
     places = [one.place for one in options.sets if isinstance(one.place, str)]

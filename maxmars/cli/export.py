@@ -36,9 +36,8 @@ class ExportArguments(CheckedConfig):
     )
 
     target: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TARGET")]
-    """Model to write: the working directory of a run, one of its checkpoints, such as
-    runs/quickstart/checkpoints/500, a Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the
-    hub."""
+    """Model: the working directory of a run, a checkpoint such as runs/quickstart/checkpoints/500,
+    a Hugging Face directory, or hf:OWNER/NAME[@REVISION] on the hub."""
     out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
     """New directory for the model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -62,12 +61,7 @@ def run(argv: list[str]) -> int:
     def add_card(directory: Path, exported: Exported) -> None:
         write_card(directory, exported, name=Path(out).name, reports=reports)
 
-    exported = export_model(
-        arguments.target,
-        out,
-        dtype=arguments.dtype,
-        add_files=add_card,
-    )
+    exported = export_model(arguments.target, out, dtype=arguments.dtype, add_files=add_card)
     files = "1 file" if exported.num_files == 1 else f"{exported.num_files} files"
     size = f"{exported.num_bytes / 1e9:.3g} GB of {arguments.dtype} weights in {files}"
     print(f"{out}: {exported.name}, {size}")

@@ -1,8 +1,7 @@
 """`maxmars generate`: continue prompts with a trained model.
 
 `eval/generate.py` yields pieces of text of all prompts as they are drawn; here they are put in the
-order of the prompts and printed at once. Ctrl-C ends a continuation at a terminal prompt, and the
-command elsewhere.
+order of the prompts, and printed at once.
 """
 
 from __future__ import annotations
@@ -63,21 +62,18 @@ class GenerateArguments(CheckedConfig):
     ] = ()
     """Text to continue; give the option several times for several prompts."""
     interactive: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Read prompts from the terminal or from a pipe, one a line, until Ctrl-D. Ctrl-C ends a
-    continuation."""
+    """Read prompts from a terminal or pipe, one a line, until Ctrl-D; Ctrl-C ends an answer."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print a line of JSON for each prompt when its continuation has ended: `prompt`,
     `continuation`, `num_tokens`, and `end`, which is "end_of_text", "length" or "interrupted"."""
     max_new_tokens: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 200
     """Largest number of tokens in a continuation, which ends earlier at an end of text."""
     temperature: NotNegative[float] = 0.8
-    """Sampling temperature; below 1 likely tokens are drawn more often, at 0 always the
-    likeliest."""
+    """Sampling temperature; below 1 draws likely tokens more often, 0 always the likeliest."""
     top_k: Positive[int] | None = 40
     """Number of likeliest tokens to sample from; None samples from all."""
     top_p: Annotated[float, _PROBABILITY] | None = None
-    """Sample from the likeliest tokens that together have this probability; None samples from
-    all."""
+    """Sample from the likeliest tokens that together have this probability; None from all."""
     seed: int = 0
     """Seed of the sampling. A continuation does not depend on the other prompts; a prompt given
     twice gets two samples."""

@@ -1,9 +1,8 @@
 """`maxmars launch`: start a run on TPU VMs, a GKE cluster or SLURM, and look after it.
 
-The three platforms are rows of `_PLATFORMS`; their commands and files are in `maxmars.launch`. Here
-a command line is split at `--`, and the part for `maxmars train` is parsed as `train` would, so
-that a wrong option, mesh or path is refused before anything is rented. Help of `launch` itself is
-`_USAGE`, as its platforms and actions have one dataclass each.
+The platforms are rows of `_PLATFORMS`; their commands and files are in `maxmars.launch`. Here a
+command line is split at `--`, and the part for `maxmars train` is parsed as `train` would, so that
+a wrong option, mesh or path is refused before anything is rented.
 """
 
 from __future__ import annotations
@@ -22,28 +21,7 @@ from maxmars.config.checks import UsageError
 from maxmars.config.load import load_config
 from maxmars.config.mesh import check_mesh, choose_mesh, mesh_shape
 from maxmars.config.user_code import sources_in
-from maxmars.launch import gke, slurm, tpu_vm
-from maxmars.launch.gke import GkeOptions, JobSet
-from maxmars.launch.job import (
-    Job,
-    PackedCode,
-    RunOptions,
-    capture_environment,
-    log,
-    pack,
-    print_size,
-    print_stderr,
-    require_program,
-)
-from maxmars.launch.preflight import (
-    check_data,
-    check_gpus,
-    check_packages,
-    data_paths,
-    estimate_parameters,
-)
-from maxmars.launch.slurm import SlurmName, SlurmOptions
-from maxmars.launch.tpu_vm import TpuOptions, TpuVm
+from maxmars.launch import gke, job, preflight, slurm, tpu_vm
 
 _USAGE = """\
 usage: maxmars launch tpu-vm CONFIG --name NAME --workdir DIR
@@ -92,13 +70,13 @@ def run(argv: list[str]) -> int:
     if rest and rest[0] in platform.actions:
         target = parse_options(platform.target, rest[1:], prog=f"maxmars launch {name} {rest[0]}")
         target.check()
-        require_program(platform.program)
+        job.require_program(platform.program)
         try:
             return platform.actions[rest[0]](target) or 0
         except KeyboardInterrupt:
             if rest[0] != "logs":
                 raise
-            log("\nno longer showing the log; the run goes on")
+            job.log("\nno longer showing the log; the run goes on")
             return 130
     others = {action for other in _PLATFORMS.values() for action in other.actions}
     if rest and rest[0] in others:
@@ -117,7 +95,7 @@ def run(argv: list[str]) -> int:
 
 
 def _suggest_train_option(
-    prog: str, options: RunOptions, word: str, value: str | None
+    prog: str, options: job.RunOptions, word: str, value: str | None
 ) -> str | None:
     """A hint for an option of `maxmars train`, or a choice of CONFIG, that stands before --."""
     train = TrainArguments(config=load_config(options.config))
@@ -146,7 +124,7 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
     """Check a run before anything is rented, as `maxmars train` would and more; then start it."""
     options.check()
     workdir, machines = options.shared_workdir(), platform.machines(options)
-    environment = capture_environment(options.env)
+    environment = job.capture_environment(options.env)
     sources = sources_in(load_config(options.config))
     try:
         parsed = parse_arguments(TrainArguments, [options.config, *train], prog="maxmars train")
@@ -166,27 +144,29 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
     if machines.devices:
         mesh = choose_mesh(parsed.config.mesh, parsed.config.model, machines.network_size)
         check_mesh(parsed.config, mesh_shape(mesh, machines.devices, machines.slices))
-    code = pack(options.config, sources=sources, scripts=options.scripts, include=options.include)
+    code = job.pack(
+        options.config, sources=sources, scripts=options.scripts, include=options.include
+    )
     platform.check(options, parsed.config, code)
     if not options.dry_run:
-        require_program(platform.program)
-    job = Job(
+        job.require_program(platform.program)
+    new_job = job.Job(
         name=options.name,
         code=code,
         workdir=workdir,
         train_arguments=train,
         environment=environment,
     )
-    print_size(options.name, machines.hosts, machines.chips, machines.kind, options.price)
+    job.print_size(options.name, machines.hosts, machines.chips, machines.kind, options.price)
     if options.dry_run:
-        print(platform.describe(options, job), end="")  # alone on stdout, for `> run.yaml`
+        print(platform.describe(options, new_job), end="")  # alone on stdout, for `> run.yaml`
         values = f" and the values of {', '.join(environment)}" if environment else ""
-        print_stderr(
+        job.print_stderr(
             f"dry run: nothing was started. What is printed lacks the {code.size}{values}; the "
             "same command without --dry-run brings all to the hosts."
         )
         return 0
-    return platform.launch(options, job) or 0
+    return platform.launch(options, new_job) or 0
 
 
 class _Machines(NamedTuple):
@@ -202,7 +182,7 @@ class _Machines(NamedTuple):
     slices: int = 1
 
 
-def _slice_machines(options: TpuOptions | GkeOptions) -> _Machines:
+def _slice_machines(options: tpu_vm.TpuOptions | gke.GkeOptions) -> _Machines:
     shape, slices = options.slice, options.num_slices
     return _Machines(
         hosts=slices * shape.num_hosts,
@@ -214,7 +194,7 @@ def _slice_machines(options: TpuOptions | GkeOptions) -> _Machines:
     )
 
 
-def _slurm_machines(options: SlurmOptions) -> _Machines:
+def _slurm_machines(options: slurm.SlurmOptions) -> _Machines:
     gpus = options.nodes * options.gpus_per_node
     return _Machines(
         hosts=options.nodes,
@@ -225,57 +205,57 @@ def _slurm_machines(options: SlurmOptions) -> _Machines:
     )
 
 
-def _check_tpu(options: TpuOptions, config: TrainConfig, code: PackedCode) -> None:
+def _check_tpu(options: tpu_vm.TpuOptions, config: TrainConfig, code: job.PackedCode) -> None:
     way_out = "mount or copy it by --setup FILE.sh"
-    check_data(config, options, code, mounts=(), way_out=way_out)
-    check_packages(config, options, shares_packages=False)
+    preflight.check_data(config, options, code, mounts=(), way_out=way_out)
+    preflight.check_packages(config, options, shares_packages=False)
 
 
-def _check_gke(options: GkeOptions, config: TrainConfig, code: PackedCode) -> None:
+def _check_gke(options: gke.GkeOptions, config: TrainConfig, code: job.PackedCode) -> None:
     mounts = [claim.partition(":")[2] for claim in options.claim]
     way_out = "mount it by --claim CLAIM:/PATH or --setup FILE.sh"
     if options.patch is None:  # a patch may mount anything
-        check_data(config, options, code, mounts=mounts, way_out=way_out)
+        preflight.check_data(config, options, code, mounts=mounts, way_out=way_out)
     if options.install:
-        check_packages(config, options, shares_packages=False)
+        preflight.check_packages(config, options, shares_packages=False)
 
 
-def _check_slurm(options: SlurmOptions, config: TrainConfig, code: PackedCode) -> None:
+def _check_slurm(options: slurm.SlurmOptions, config: TrainConfig, code: job.PackedCode) -> None:
     size = options.gpus_per_node
-    check_gpus(options)
+    preflight.check_gpus(options)
     if not options.may_have_other_packages:
-        check_packages(config, options, shares_packages=True)
-    for option, path in data_paths(config):
+        preflight.check_packages(config, options, shares_packages=True)
+    for option, path in preflight.data_paths(config):
         if not path.startswith(("gs://", "/")):
-            print_stderr(
+            job.print_stderr(
                 f"warning: {option} {path} is relative: each node reads {Path.cwd() / path}, "
                 "which must be on a disk that they share"
             )
-    if not size and (count := estimate_parameters(config)) > _LARGE:
-        print_stderr(
+    if not size and (count := preflight.estimate_parameters(config)) > _LARGE:
+        job.print_stderr(
             f"warning: {count / 1e6:.0f}M parameters train on CPUs, as --gpus-per-node is 0"
         )
     if size and not options.asks_for_cores:
-        print_stderr(
+        job.print_stderr(
             f"warning: no cores are requested, and SLURM's default is one for {size} GPUs; "
             f"add --cpus-per-task, such as {8 * (size if options.process_per == 'node' else 1)}"
         )
 
 
-def _print_states_after(tpu: TpuVm, words: str) -> None:
+def _print_states_after(tpu: tpu_vm.TpuVm, words: str) -> None:
     for host, state in sorted(tpu.run_on_hosts(words).items()):
-        log(f"{host}: {state}")
+        job.log(f"{host}: {state}")
 
 
-def _tpu_status(tpu: TpuVm) -> None:
+def _tpu_status(tpu: tpu_vm.TpuVm) -> None:
     tpu = tpu.as_deployed()
     state = tpu.state()
-    log(f"{tpu.name}: {state.text}")
+    job.log(f"{tpu.name}: {state.text}")
     if state.phase == "ready":
         _print_states_after(tpu, "status")
 
 
-def _tpu_logs(tpu: TpuVm) -> None:
+def _tpu_logs(tpu: tpu_vm.TpuVm) -> None:
     ended, _ = tpu.as_deployed().follow_log()
     if not ended:
         raise ValueError(
@@ -283,25 +263,25 @@ def _tpu_logs(tpu: TpuVm) -> None:
         )
 
 
-def _tpu_stop(tpu: TpuVm) -> None:
+def _tpu_stop(tpu: tpu_vm.TpuVm) -> None:
     _print_states_after(tpu.as_deployed(), "stop")
 
 
-def _tpu_delete(tpu: TpuVm) -> None:
-    log(f"{tpu.name}: {'deleted' if tpu.as_deployed().remove() else 'there is none'}")
+def _tpu_delete(tpu: tpu_vm.TpuVm) -> None:
+    job.log(f"{tpu.name}: {'deleted' if tpu.as_deployed().remove() else 'there is none'}")
 
 
 class _Platform(NamedTuple):
     program: str
     """The user's program that must be installed."""
-    options: type[RunOptions]
+    options: type[job.RunOptions]
     """Options of the command that starts a run."""
     machines: Callable[[Any], _Machines]
-    check: Callable[[Any, TrainConfig, PackedCode], None]
+    check: Callable[[Any, TrainConfig, job.PackedCode], None]
     """Refuses a run that would fail there, and warns of likely mistakes."""
-    describe: Callable[[Any, Job], str]
+    describe: Callable[[Any, job.Job], str]
     """Returns the text of a dry run."""
-    launch: Callable[[Any, Job], int | None]
+    launch: Callable[[Any, job.Job], int | None]
     target: type[Any]
     """Options of an action, which name its run."""
     actions: Mapping[str, Callable[[Any], int | None]]
@@ -310,32 +290,36 @@ class _Platform(NamedTuple):
 _PLATFORMS = {
     "tpu-vm": _Platform(
         "gcloud",
-        TpuOptions,
+        tpu_vm.TpuOptions,
         _slice_machines,
         _check_tpu,
         tpu_vm.describe,
         tpu_vm.launch,
-        TpuVm,
+        tpu_vm.TpuVm,
         {"status": _tpu_status, "logs": _tpu_logs, "stop": _tpu_stop, "delete": _tpu_delete},
     ),
     "gke": _Platform(
         "kubectl",
-        GkeOptions,
+        gke.GkeOptions,
         _slice_machines,
         _check_gke,
         gke.describe,
         gke.launch,
-        JobSet,
-        {"status": JobSet.show_status, "logs": JobSet.show_logs, "delete": JobSet.delete},
+        gke.JobSet,
+        {
+            "status": gke.JobSet.show_status,
+            "logs": gke.JobSet.show_logs,
+            "delete": gke.JobSet.delete,
+        },
     ),
     "slurm": _Platform(
         "sbatch",
-        SlurmOptions,
+        slurm.SlurmOptions,
         _slurm_machines,
         _check_slurm,
         slurm.script,
         slurm.launch,
-        SlurmName,
-        {"status": SlurmName.show_status, "stop": SlurmName.stop},
+        slurm.SlurmName,
+        {"status": slurm.SlurmName.show_status, "stop": slurm.SlurmName.stop},
     ),
 }

@@ -1,8 +1,7 @@
 """The memory allocator of this process on CPUs: freed memory stays with the process.
 
-XLA's CPU backend allocates the memory of a program when it starts and frees it at the end, in every
-step. By default glibc returns such large blocks to Linux, which clears each page when it is used
-again.
+XLA's CPU backend allocates the memory of a program at its start and frees it at its end. By default
+glibc returns such large blocks to Linux, which clears each page when it is used again.
 """
 
 from __future__ import annotations

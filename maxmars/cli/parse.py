@@ -1,10 +1,9 @@
 """The command line of a command, parsed by tyro into a dataclass.
 
 A command that takes a CONFIG inherits `ConfigArguments`, so that every field of the config is an
-option too. tyro refuses an invalid line: it draws a box around the error and ends with exit code 2.
-Added here are hints that tyro cannot give: for options of other programs (`FOREIGN_OPTIONS`), and
-for choices of a CONFIG that were typed as options. Errors show no value of an unknown option, as it
-may be a secret.
+option too. tyro refuses an invalid line in a box, with exit code 2. Added here are hints: for
+options of other programs (`FOREIGN_OPTIONS`), and for choices of a CONFIG that were typed as
+options. Errors show no value of an unknown option, as it may be a secret.
 """
 
 from __future__ import annotations
@@ -103,8 +102,7 @@ def parse_arguments(
 
 
 def split_config(argv: Sequence[str], prog: str) -> tuple[str | None, Sequence[str]]:
-    """Split a command line into CONFIG, its first word, and the options. CONFIG is None in a call
-    for help."""
+    """Split off CONFIG, the first word of a command line; it is None in a call for help."""
     if argv and not argv[0].startswith("-"):
         return argv[0], argv[1:]
     if not asks_for_help(argv):
@@ -240,8 +238,7 @@ def _words_of_unknown_options(arguments: Any, argv: Sequence[str]) -> list[str]:
 
 
 def _first_option(unknown: Sequence[str]) -> tuple[str, str | None]:
-    """The first option in a list of unknown words, with its value; without an option, the first
-    word."""
+    """The first option in a list of unknown words, with its value, else the first word."""
     for index, word in enumerate(unknown):
         if word.startswith("-"):
             flag, equals, value = word.partition("=")
@@ -273,8 +270,7 @@ def translate_option(arguments: Any, word: str) -> tuple[str, str] | None:
 
 
 def _refuse_credentials(argv: Sequence[str], prog: str) -> None:
-    """Refuse credentials in a command line, before anything else reads its words or prints them in
-    an error."""
+    """Refuse credentials in a command line, before another error prints its words."""
     argument = name = f"an argument of `{prog}`"
     for word in argv:
         value = word

@@ -1,8 +1,7 @@
 """`maxmars plan`: memory, traffic and time of a run on chips that this machine need not have.
 
-`maxmars.plan` compiles the step ahead of time for a topology. JAX must not start this machine's own
-accelerators, and fake CPU devices must exist before JAX starts, so the environment is set here,
-before the first import of JAX. The last line is the `maxmars train` command for what was planned.
+`maxmars.plan` compiles the step ahead of time. Before the first import of JAX the environment is
+set here, so that JAX leaves this machine's accelerators alone, and has fake CPU devices for cpu:N.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class PlanArguments(ConfigArguments):
     (h100:8, h200:16), need the extra `cuda`; cpu:8 is eight fake CPU devices, whose compiler keeps
     more arrays in float32."""
     num_slices: Annotated[Positive[int], tyro.conf.arg(metavar="N")] = 1
-    """Number of TPU slices of this shape, joined by the data center's network, which only `data`
-    crosses."""
+    """Number of TPU slices of this shape; only `data` crosses the network between them."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """JSON file for the plan."""
     hlo: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -122,8 +120,7 @@ def run(argv: list[str]) -> int:
 def _plan(
     arguments: PlanArguments, topology: Topology, limit: int | None
 ) -> tuple[dict[str, Any], list[str]]:
-    """Print the plan of a run; returns the plan as JSON values, and the options that `train` needs
-    in addition."""
+    """Print the plan of a run; returns it as JSON values, and further options for `train`."""
     from maxmars.plan import make_plan
     from maxmars.plan.plan import print_plan
 

@@ -1,8 +1,7 @@
-"""Origin of the running code: its commit, and the wheel that it was installed from.
+"""Origin of the running code, for records: its commit, and the wheel that it was installed from.
 
-A record of a run has both. A checkout asks git. An installed copy has the file `COMMIT`, if
-`maxmars launch` made its wheel, and the `direct_url.json` that pip writes for an address or a file
-(PEP 610).
+A checkout asks git. An installation has the file `COMMIT`, if `maxmars launch` made its wheel, and
+the `direct_url.json` that pip writes for an address or a file (PEP 610).
 """
 
 from __future__ import annotations
@@ -18,19 +17,15 @@ COMMIT = "launch-commit.txt"
 
 
 def git_commit(root: Path) -> str | None:
-    """Commit of the code in `root`, with `-dirty` if tracked files have changed; None if unknown.
-
-    Args:
-      root: the top of a checkout, or the `site-packages` that maxmars was installed into.
-    """
+    """Commit of the code in `root`, the top of a checkout or a `site-packages`, with `-dirty` if
+    tracked files have changed; None if unknown."""
     if not (root / ".git").exists():
         commit, origin = _installed(root)
         return commit or origin.get("vcs_info", {}).get("commit_id")
     describe = ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         return subprocess.check_output(
-            # Git refuses the checkout of another user, as a container often sees it.
-            ["git", "-c", "safe.directory=*", *describe],
+            ["git", "-c", "safe.directory=*", *describe],  # also another user's, in a container
             cwd=root,
             stderr=subprocess.DEVNULL,
             text=True,

@@ -1,8 +1,8 @@
 """The table of chips: FLOP/s, memory and networks of each by its data sheet, and shapes of slices.
 
-Training measures MFU by this table, `maxmars plan` estimates times, and `maxmars launch` counts
-chips and hosts. A row has the figures of one JAX device: of half a chip for a TPU7x, which has two.
-A name such as `v5p:4x4x8` counts chips; Google's `v5p-256` is the same slice by its cores.
+By it training measures MFU, `maxmars plan` estimates times, and `maxmars launch` counts hosts. A
+row has the figures of one JAX device: of half a chip for a TPU7x, which has two. The name
+`v5p:4x4x8` counts chips; Google's `v5p-256` is the same slice by its cores.
 """
 
 from __future__ import annotations
@@ -54,8 +54,7 @@ class Chip:
 
     @property
     def clock_hz(self) -> float | None:
-        """Cycles a second of a TPU; None where unknown, and for GPUs, whose compiler estimates no
-        cycles."""
+        """Cycles a second of a TPU; None where unknown, and for a GPU."""
         return _CLOCKS_HZ.get(self.name)
 
     def bandwidth(self, network: Network) -> float:
@@ -145,10 +144,8 @@ class Shape:
     def chips_per_host(self) -> int:
         if not self.chip.is_tpu:
             return min(self.num_chips, GPUS_PER_HOST)
-        # A slice of v5e or v6e with up to eight chips is one host; every other host has four.
-        if self.chip.topology_axes == 2 and self.num_chips <= 8:
-            return self.num_chips
-        return 4
+        is_one_host = self.chip.topology_axes == 2 and self.num_chips <= 8  # of v5e or v6e
+        return self.num_chips if is_one_host else 4
 
     @property
     def num_hosts(self) -> int:
@@ -199,8 +196,7 @@ def _cubes() -> list[tuple[int, ...]]:
 
 
 def _slice_of_type(kind: str, size: int) -> Shape | None:
-    """The slice of a type of TPU VMs such as ("v5p", 128): among slices of equal size the one
-    nearest to a cube; None if there is none of that size."""
+    """The slice of a type of TPU VMs: the one of this size that is nearest to a cube, or None."""
     chip, cores = TPU_TYPES[kind]
     shapes = [sizes for sizes in slice_sizes(chip) if math.prod(sizes) * cores == size]
     return Shape(chip, min(shapes, key=max)) if shapes else None
@@ -208,19 +204,17 @@ def _slice_of_type(kind: str, size: int) -> Shape | None:
 
 def _parse_type(text: str, option: str) -> Shape:
     """Parse a type of TPU VMs such as v5p-128."""
-    kind, _, number = text.partition("-")
-    size = int(number)
-    tpu_slice = _slice_of_type(kind, size)
+    kind, _, size = text.partition("-")
+    tpu_slice = _slice_of_type(kind, int(size))
     if tpu_slice is None:
         chip, cores = TPU_TYPES[kind]
         sizes = {math.prod(sizes) * cores for sizes in slice_sizes(chip)}
-        raise _no_slice(text, option, {f"{kind}-{n}": n / size for n in sorted(sizes)})
+        raise _no_slice(text, option, {f"{kind}-{n}": n / int(size) for n in sorted(sizes)})
     return tpu_slice
 
 
 def _no_slice(text: str, option: str, ratios: dict[str, float]) -> UsageError:
-    """The error for a slice that does not exist. `ratios` has the slices that do, each with its
-    size divided by the size asked for."""
+    """The error for a slice that does not exist; `ratios` compares those that do with its size."""
     nearest = sorted(ratios, key=lambda name: abs(math.log(ratios[name])))[:3]
     return UsageError(
         f"{option} {text}: there is no such slice; the nearest are {', '.join(nearest)}."

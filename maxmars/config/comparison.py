@@ -30,8 +30,7 @@ class SearchConfig(CheckedConfig):
     """Most trials in the search of each contender; None is 4, and 4 more for each field."""
     confirm: Annotated[Positive[int], arg(metavar="N")] = 1
     """Seeds with which a setting must be better before the search moves to it; these runs count in
-    the budget. With one seed a learning rate at the edge of stability may be lucky; with 3 it
-    seldom is."""
+    the budget. With one seed an unstable learning rate may be lucky; with 3 it seldom is."""
     finalists: Annotated[Positive[int], arg(metavar="N")] = 2
     """Number of best settings of each contender that run with all seeds."""
     seeds: Annotated[Positive[int], arg(metavar="N")] = 3

@@ -1,9 +1,8 @@
 """The refusal of credentials where a value enters the records of a run.
 
 Whoever may read a working directory reads its records, and a model card publishes some of them. So
-a user's own function reads its credentials from the environment. A value is refused for its name,
-such as `api_key`, or for its text, which looks like a token, a key or an address with a login. The
-patterns miss some credentials on purpose: an honest option that is refused ends a run.
+a user's own function reads its credentials from the environment. Patterns are narrow on purpose: an
+honest option that they refuse ends a run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Data of a run: directories of tokens, functions of the user's own, mixtures, validation sets.
 
-The class decides the kind of data, and the config file the class; the command line changes fields.
-What is common to several classes stands in small bases: `DataOptions` (every kind), `TokenOptions`
-(streams of tokens) and `TokenFilesConfig` (a directory, alone or as a part of a mixture).
+Bases of several classes: `DataOptions` (every kind), `TokenOptions` (streams of tokens) and
+`TokenFilesConfig` (a directory, alone or as a part of a mixture).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from maxmars.config.checks import (
     Rule,
     require,
 )
-from maxmars.config.user_code import Source, normalize_options
+from maxmars.config.user_code import Source, parse_function
 
 Order = Literal["shuffled", "sequential", "random_windows"]
 Packing = Literal["none", "split"]
@@ -65,8 +64,7 @@ class TokenOptions(DataOptions):
 class TokenFilesConfig(CheckedConfig):
     """A directory of tokens, with the facts that files of other programs lack.
 
-    `maxmars data prepare` writes all of them to `meta.json`; for its directories only the path is
-    set."""
+    `maxmars data prepare` writes them to `meta.json`; its directories need only the path."""
 
     path: str
     """Directory of tokens, on a disk or `gs://`; the format is recognised."""
@@ -123,12 +121,8 @@ class GrainSource(CheckedConfig):
     in a thread."""
 
     def __post_init__(self) -> None:
-        source = Source.parse(self.source, field="source", example="my_data.py:f")
-        object.__setattr__(self, "source", source)
+        parse_function(self, "source", field="source", example="my_data.py:f")
         super().__post_init__()
-        # A run that continues compares them with those in config.json, which has no tuples.
-        options = normalize_options(self.options, f"{type(self).__name__}.options")
-        object.__setattr__(self, "options", options)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,8 +230,7 @@ class ValidationSet(CheckedConfig):
 
     @classmethod
     def parse(cls, text: str) -> ValidationSet:
-        """Parse `NAME=PLACE`, or `PLACE` alone, whose last part without a text's ending is then the
-        name."""
+        """Parse `NAME=PLACE`, or `PLACE`, whose last part without a text's ending is the name."""
         name, equals, place = text.partition("=")
         if not equals or "/" in name:  # in a path such as a/b=c the sign names nothing
             last = text.rpartition(":")[2] if ".py:" in text else PurePath(text).name
@@ -254,8 +247,5 @@ class ValidationSet(CheckedConfig):
 def require_distinct(names: Sequence[tuple[str, str]]) -> None:
     """Raise a ValueError if two sets or functions of an evaluation have one name, as their metrics
     would collide. Each name comes with the option that sets it, for the message."""
-    for (name, option), (other_name, other) in itertools.combinations(names, 2):
-        require(
-            name != other_name,
-            f"{option} and {other} have the same name; give one another than {name}.",
-        )
+    for (name, a), (other_name, b) in itertools.combinations(names, 2):
+        require(name != other_name, f"{a} and {b} have the same name; rename one of them.")

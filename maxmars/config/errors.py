@@ -51,8 +51,7 @@ def in_words(error: BaseException) -> str:
 
 
 def line_in_user_file(error: BaseException) -> str | None:
-    """`FILE.py:LINE`, the innermost line of a user's own file in the traceback; None if there is
-    none."""
+    """`FILE.py:LINE`, the innermost line of a user's own file in the traceback, or None."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         # The folders of libraries have these names in every environment.

@@ -2,9 +2,8 @@
 
 A config file defines `get_config(...) -> TrainConfig`, and for `maxmars compare` may define
 `get_comparison(...) -> ComparisonConfig`. Their parameters are the choices, each annotated with the
-`Literal` of its values, or with `str` where any text is allowed; `Literal["adamw"] | Source` also
-allows a function of the user's own, `FILE.py:NAME`. The file runs here, so every exception in it is
-the user's, and becomes a message of one line with the line of the file.
+`Literal` of its values, or with `str` for any text; `Literal["adamw"] | Source` also allows a
+function of the user's own, `FILE.py:NAME`.
 """
 
 from __future__ import annotations
@@ -143,11 +142,8 @@ def _load_get_config(path: Path) -> Callable[..., Any]:
 @contextlib.contextmanager
 def _in_config_file(path: Path) -> Generator[None]:
     """Run code of a config file: paths are relative to the file, and every exception becomes a
-    UsageError of one line.
-
-    Also exceptions that elsewhere are bugs and keep their traceback, such as NameError: here a
-    typing error is likelier.
-    """
+    UsageError, also one that elsewhere keeps its traceback, such as NameError: here a typing error
+    is likelier than a bug of maxmars."""
     try:
         with relative_to(path.parent):
             yield

@@ -1,9 +1,8 @@
 """The mesh of a run: its axes over the devices, and checks that it fits the model and the batch.
 
-A mesh has the axes `data` (replicas), `fsdp` (shards of parameters and optimizer state) and
-`tensor` (heads and MLP). A fast network joins the devices of one TPU slice, or the GPUs of one host
-by NVLink; only `data` should cross the slower network between slices or hosts. Nothing here needs
-JAX, as `maxmars launch` checks a mesh before it rents the devices.
+A fast network joins the devices of one TPU slice, or the GPUs of one host by NVLink; only `data`
+should cross the slower network between slices or hosts. Nothing here needs JAX, as `maxmars launch`
+checks a mesh before it rents devices.
 """
 
 from __future__ import annotations
@@ -21,13 +20,10 @@ Shape = Mapping[str, int]
 def choose_mesh(mesh: MeshConfig, model: ModelConfig, network_size: int) -> MeshConfig:
     """Choose `fsdp` where neither `fsdp` nor `data` is set: the devices of a fast network.
 
-    For GPT-2 `fsdp` is the largest number of these devices that divides `embed_dim` into parts that
+    For GPT-2 it is the largest number of these devices that divides `embed_dim` into parts that
     fill the tiles in which TPUs store and multiply arrays; `data` gets the other devices.
-
-    Args:
-      mesh: the mesh of the config.
-      model: the model, whose parameters `fsdp` splits.
-      network_size: number of devices that a fast network joins; 1 where none is faster, as on CPUs.
+    `network_size` is the number of devices that a fast network joins; 1 where none is faster, as on
+    CPUs.
     """
     if mesh.data is not None or mesh.fsdp is not None:
         return mesh

@@ -1,8 +1,7 @@
 """Configs of models: GPT-2, or a Flax NNX module of the user's own.
 
-The fields of `GPT2Config` are of three kinds: the architecture, which fixes the parameters (down to
-`layer_norm_epsilon`, with `dropout`), numerics (the dtypes), and speed and memory (`attention`,
-`remat`, `scan_unroll`), which change results by rounding only.
+Of the fields of `GPT2Config`, `attention`, `remat` and `scan_unroll` concern speed and memory, and
+change results by rounding only.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from maxmars.config.checks import CheckedConfig, Count, Fraction, Positive, require
-from maxmars.config.user_code import Source, normalize_options
+from maxmars.config.user_code import Source, parse_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +129,7 @@ class ModuleConfig(CheckedConfig):
     last policy, the one with the least memory."""
 
     def __post_init__(self) -> None:
-        make = Source.parse(self.make, field="model.make", example="my_model.py:make")
-        object.__setattr__(self, "make", make)
+        parse_function(self, "make", field="model.make", example="my_model.py:make")
         super().__post_init__()
         taken = {"rngs", "vocab_size", "max_seq_len"} & self.options.keys()
         require(
@@ -139,9 +137,6 @@ class ModuleConfig(CheckedConfig):
             f"model.options has {', '.join(sorted(taken))}, but no option of a model may be called "
             "rngs, vocab_size or max_seq_len.",
         )
-        # A run that continues compares them with those in config.json, which has no tuples.
-        options = normalize_options(self.options, "ModuleConfig.options")
-        object.__setattr__(self, "options", options)
 
 
 ModelConfig = GPT2Config | ModuleConfig

@@ -21,7 +21,7 @@ from maxmars.config.checks import (
     Rule,
     require,
 )
-from maxmars.config.user_code import Source, keyword_defaults, normalize_options
+from maxmars.config.user_code import Source, keyword_defaults, parse_function
 
 Kind = Literal["matrix", "embedding", "vector"]
 """Kind of a parameter: the kernel of a linear layer, an embedding, or a norm's scale or a bias."""
@@ -33,8 +33,7 @@ class UpdateRule:
 
     name: str
     learning_rate_scale: float | None = 1.0
-    """Factor on the peak learning rate times the schedule. None: only the user's own function knows
-    it."""
+    """Factor on the peak rate times the schedule. None: only the user's own function knows it."""
     weight_decay: float | None = 0.0
     """Decoupled weight decay. None: only the user's own function knows it."""
     orthogonalizes: bool = False
@@ -123,12 +122,10 @@ class NewtonSchulzConfig(DecayedConfig):
     decay_embeddings: bool = False
     """Decay embeddings too, by `weight_decay`."""
     embeddings: Literal["adamw", "orthogonalize"] = "adamw"
-    """Rule of embeddings while matrices are orthogonalised; the official MARS-Shampoo
-    orthogonalises embeddings too."""
+    """Rule of embeddings where matrices are orthogonalised; the official MARS-Shampoo does both."""
     qkv: Literal["fused", "qkv", "heads"] = "fused"
-    """Parts of the attention's input projection that are orthogonalised separately: `fused` takes
-    the whole matrix at once, as the official MARS does; `qkv` queries, keys and values; `heads`
-    every head."""
+    """Parts of the attention's input projection to orthogonalise separately: `fused` is the whole
+    matrix, as in the official MARS; `qkv` queries, keys and values; `heads` every head."""
     ns_steps: Positive[int] = 5
     """Number of Newton-Schulz iterations."""
     ns_coefficients: Literal["keller", "polar_express", "cans"] = "keller"
@@ -164,8 +161,7 @@ class MomentumKernelConfig(CheckedConfig):
     decays: Decays = ()
     """Decay of each EMA."""
     weights: tuple[float, ...] = ()
-    """Weight of each EMA. Their sum with gradient_weight need not be 1; with Adam it scales the
-    step."""
+    """Weight of each EMA. The sum with gradient_weight need not be 1; it scales Adam's step."""
     gradient_weight: float = 0.0
     """Weight of the gradient itself."""
     switch_step: CountOrZero[int] | None = None
@@ -176,8 +172,7 @@ class MomentumKernelConfig(CheckedConfig):
     end_step: Count[int] | None = None
     """For six_ema and eight_ema the update, counted as for switch_step, after which the weights are
     constant; None is the record's own: 3,125 or 3,250. For ademamix, which needs it, the number of
-    updates over which weight and decay of the slow EMA grow; the paper takes the steps of the
-    run."""
+    updates over which weight and decay of the slow EMA grow; the paper takes all of the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -275,8 +270,7 @@ class MarsConfig(NewtonSchulzConfig):
     amsgrad: bool = False
     """Divide by the running maximum of the second moment (variant adamw)."""
     last_grad_dtype: Literal["bfloat16", "float32"] | None = None
-    """Type of the stored last gradient; bfloat16 saves 2 bytes a parameter. None is the type of the
-    parameters."""
+    """Type of the stored last gradient; bfloat16 saves 2 bytes a parameter. None: as parameters."""
     optimize_vectors: bool = False
     """Apply MARS to norms and biases too, with the hyperparameters of the matrices and no decay."""
     vector_learning_rate_scale: Positive[float] = 0.5
@@ -286,8 +280,7 @@ class MarsConfig(NewtonSchulzConfig):
     vector_b2: Fraction = 0.95
     """Decay of the second moment of norms and biases."""
     vector_weight_decay: NotNegative[float] = 0.1
-    """Weight decay of norms and biases. The official code decays the scales of LayerNorms by
-    0.1."""
+    """Weight decay of norms and biases; the official code decays LayerNorm scales by 0.1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -328,9 +321,8 @@ class MarsConfig(NewtonSchulzConfig):
 @dataclass(frozen=True, kw_only=True)
 class MuonConfig(NewtonSchulzConfig):
     """Muon (Keller Jordan, 2024): orthogonalised Nesterov momentum on the linear layers' matrices,
-    AdamW on norms, biases and, unless `embeddings` is orthogonalize, embeddings. `ns_scale=rms` and
-    `vector_learning_rate_scale=1` make it Moonlight (arXiv 2502.16982), `row_normalization=0.95`
-    NorMuon."""
+    AdamW on norms, biases and, unless `embeddings` says otherwise, embeddings. `ns_scale=rms` and
+    `vector_learning_rate_scale=1` make it Moonlight (arXiv 2502.16982)."""
 
     learning_rate: Positive[float] = 2e-2
     weight_decay: NotNegative[float] = 0.0
@@ -438,16 +430,13 @@ class OptaxConfig(CheckedConfig):
     `maxmars.optim.with_requests` gives `update` further gradients."""
     options: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the function, JSON values. A run adds the defaults of the function's
-    keyword arguments, if its file has them as numbers, text, True or False; for a function of a
-    package also None."""
+    keyword arguments that are numbers, text, True or False; from a package also None."""
     learning_rate: Positive[float]
     """Peak learning rate; the schedule multiplies it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "make", Source.parse(self.make))
+        parse_function(self, "make")
         super().__post_init__()
-        options = normalize_options(self.options, "OptaxConfig.options")
-        object.__setattr__(self, "options", options)
 
     def with_defaults(self) -> OptaxConfig:
         """The config with the defaults of the function's keyword arguments among its options, so

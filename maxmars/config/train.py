@@ -86,15 +86,13 @@ class EvalConfig(CheckedConfig):
     num_windows: Positive[int] = 512
     """Number of sequences of max_seq_len tokens to score."""
     batch_size: Count[int] | None = None
-    """Number of sequences scored at once; None takes one microbatch. The loss does not depend on
-    it."""
+    """Number of sequences scored at once; None is one microbatch. It does not change the loss."""
     data: tuple[ValidationSet, ...] = ()
     """More data to score, each as `NAME=PLACE`. PLACE is a directory of tokens, of which the
     validation split is scored, a file of text, or `FILE.py:NAME`, a function like data.source. The
     metrics are eval/NAME/loss and eval/NAME/bits_per_byte."""
     hellaswag_every: Positive[int] | None = None
-    """Number of steps between scorings of HellaSwag (also at step 0 and at the end); None never
-    scores it."""
+    """Number of steps between HellaSwag scores (also at step 0 and at the end); None is never."""
     hellaswag_path: str | None = None
     """File of HellaSwag's questions: hellaswag_val.jsonl, also with .gz or .zst, or the .parquet of
     the hub; None downloads it once into the cache directory (MAXMARS_CACHE, default
@@ -121,8 +119,7 @@ class CheckpointConfig(CheckedConfig):
     """Checkpoints in `<workdir>/checkpoints`: when one is written, and which ones are kept."""
 
     every: Positive[int] | None = 1000
-    """Number of steps between checkpoints; the last step always gets one. None writes none before
-    it."""
+    """Number of steps between checkpoints; None writes only that of the last step."""
     every_minutes: Positive[float] | None = None
     """Also write a checkpoint this many minutes after the last one; None ignores the time."""
     keep_last: Positive[int] = 2
@@ -132,8 +129,7 @@ class CheckpointConfig(CheckedConfig):
     the step of an evaluation have a loss, so eval.every should divide checkpoint.every. None keeps
     none for their loss."""
     keep_best_of: str | None = None
-    """Name of the set in eval.data whose loss `keep_best` compares; None is the validation split of
-    the training data."""
+    """Set of eval.data whose loss `keep_best` compares; None is the training data's own split."""
     keep_every: Positive[int] | None = None
     """Never delete the first checkpoint at or after each multiple of this number of steps; None
     deletes by the other rules alone."""
@@ -149,14 +145,12 @@ class LogConfig(CheckedConfig):
     norms: bool | Literal["layers"] = True
     """Also write the norms of gradients, parameters and updates, separately for embeddings,
     attention, MLP, and norms and biases. `layers` adds, for each layer's matrices, the gradient's
-    norm, and the update's root mean square and spectral norm. The compiled step computes all of
-    them."""
+    norm, and the update's root mean square and spectral norm. The compiled step has them all."""
     tensorboard: bool = False
     """Also write the metrics for TensorBoard, to `<workdir>/tensorboard` (extra `tensorboard`)."""
     wandb: Literal["online", "offline"] | None = None
     """Also send the metrics to Weights & Biases (extra `wandb`); `offline` stores them in
-    `<workdir>/wandb` for `wandb sync`. WANDB_MODE in the environment overrides online and offline;
-    None does neither."""
+    `<workdir>/wandb` for `wandb sync`. WANDB_MODE in the environment overrides the two."""
     wandb_project: NotEmpty = "maxmars"
     """Project in Weights & Biases; WANDB_ENTITY in the environment names the entity."""
 
@@ -175,8 +169,7 @@ class GuardConfig(CheckedConfig):
     """Also skip a step whose gradient norm, before the clip, exceeds its running mean by more than
     this number of running standard deviations; None skips no spike."""
     history: Annotated[Count[int], Rule(lambda n: n > 1, "must be at least 2")] = 100
-    """Number of steps in the running mean and deviation; the first steps, up to this number, are no
-    spikes."""
+    """Number of steps in the running mean and deviation; no step before that many is a spike."""
     max_consecutive_skips: CountOrZero[int] = 0
     """Largest number of consecutive skipped steps; one more ends the run with an error. With 0 the
     first skipped step does."""
@@ -213,8 +206,7 @@ class TrainConfig(CheckedConfig):
     ema_decay: Annotated[float, Rule(lambda d: 0 < d < 1, "must lie in (0, 1)")] | None = None
     """Decay of an exponential moving average (EMA) of the parameters over the updates, such as
     0.999, with Adam's bias correction, so that the initial weights have no part in it. With an EMA,
-    evaluation, keep_best, export and --init-from take the EMA instead of the parameters. None
-    computes no EMA."""
+    evaluation, keep_best, export and --init-from take the EMA. None computes no EMA."""
     gradient_multiplier: Positive[float] = 1.0
     """Factor on the mean gradient before the clip. The official MARS code sums the gradients of
     microbatches where others average; its number of microbatches as the factor reproduces that."""

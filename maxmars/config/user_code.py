@@ -1,9 +1,8 @@
 """Functions of the user's own, which a config names as `FILE.py:NAME`.
 
-A `Source` is such a name with the digest of the file and of what the file imports from its folder.
-Files are hashed when the config is made, and again before they run, so that a run never trains with
-other code than its record says. A `Source` from a record runs no file: only its copy in the run's
-sources/ does. Optimizers may also come from installed packages, as `module:NAME`.
+A `Source` has the digest of the file and of what it imports from its folder, so that a run never
+trains with other code than its record says. A `Source` from a record runs no file: only its copy in
+the run's sources/ does. Optimizers may also come from installed packages, as `module:NAME`.
 """
 
 from __future__ import annotations
@@ -54,12 +53,9 @@ class Source:
         also `module:NAME` of an installed package. In a config file the path is relative to that
         file (`relative_to`), elsewhere to the working directory.
 
-        Args:
-          source: the text; a `Source` is returned unchanged.
-          field, example: name of the option, and a right value, for the error.
-
         Raises:
-          ValueError: the text has another form, or stands in a record, which needs a digest.
+          ValueError: the text has another form, or stands in a record, which needs a digest. The
+            message has the name `field` and the `example`.
         """
         if not isinstance(source, str):
             return source
@@ -173,8 +169,8 @@ _FOLDER = contextvars.ContextVar[Path | None](
 
 @contextlib.contextmanager
 def relative_to(folder: Path | None) -> Generator[None]:
-    """Make paths of user files relative to a folder within the block. None is for a record, where a
-    path without a digest is refused."""
+    """Make paths of user files relative to a folder within the block; None refuses paths without a
+    digest, as in a record."""
     token = _FOLDER.set(folder)
     try:
         yield
@@ -280,6 +276,14 @@ def normalize_options(options: Any, name: str) -> Any:
     if isinstance(options, float) and not math.isfinite(options):
         raise ValueError(f"{name}={options} must be a finite number.")
     return options
+
+
+def parse_function(config: Any, name: str, **labels: str) -> None:
+    """Convert a field `FILE.py:NAME` of a frozen config to its `Source` (`labels` as of `parse`),
+    and normalise `options`: a run that continues compares both with those of config.json."""
+    object.__setattr__(config, name, Source.parse(getattr(config, name), **labels))
+    options = normalize_options(config.options, f"{type(config).__name__}.options")
+    object.__setattr__(config, "options", options)
 
 
 def _check_keys(keys: list[Any], name: str) -> None:

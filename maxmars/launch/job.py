@@ -73,8 +73,7 @@ class RunOptions(CheckedConfig):
     """Variables of your environment that the run gets, such as WANDB_API_KEY. Their values appear
     in no command and no log."""
     setup: Annotated[Path | None, arg(metavar="FILE.sh")] = None
-    """Bash script that each host runs before the run, for example to mount a bucket with the
-    data."""
+    """Bash script that each host runs before the run, such as to mount a bucket of data."""
     include: Annotated[tuple[str, ...], arg(metavar="FILE ...")] = ()
     """Further files and folders of the current folder that go along. CONFIG, your own files that it
     names, and what these import from their folders go along without it."""
@@ -351,8 +350,7 @@ def run_program(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def failure_message(done: subprocess.CompletedProcess[str]) -> str:
-    """One line on why a program failed: standard error from `ERROR` on, else its last lines, else
-    the exit code."""
+    """One line: a program's standard error from `ERROR` on, its last lines, or the exit code."""
     if "attribute [project]" in done.stderr:
         return "gcloud knows no project: give --project ID, or run `gcloud config set project ID`"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]

@@ -1,8 +1,7 @@
 """Checks of a run before machines are requested: data, packages, keys and GPUs.
 
-Without them the run would fail on its hosts, minutes or days later, when a queue has granted them.
-Only what this machine can know is checked: a user's --setup or --patch may mount and install
-anything, so with one of them most checks pass.
+The run would else fail on its hosts, days later if there is a queue. As a user's --setup or --patch
+may mount and install anything, most checks pass with one of them.
 """
 
 from __future__ import annotations
@@ -15,13 +14,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path, PurePosixPath
 
-from maxmars.config import (
-    GPT2Config,
-    MixtureConfig,
-    MixturePart,
-    TokenShardsConfig,
-    TrainConfig,
-)
+from maxmars.config import GPT2Config, MixtureConfig, MixturePart, TokenShardsConfig, TrainConfig
 from maxmars.config.checks import UsageError
 from maxmars.config.errors import pip_install
 from maxmars.config.user_code import sources_in

@@ -141,8 +141,7 @@ class SlurmOptions(RunOptions, SlurmName):
     sbatch: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="OPTION")] = ()
     """Another option of sbatch, as one word: --sbatch=--gres=gpu:8. May be repeated."""
     srun: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="OPTION")] = ()
-    """Another option of the srun that trains, as one word: --srun=--container-image=IMAGE. May be
-    repeated."""
+    """Another option of the srun that trains: --srun=--container-image=IMAGE. May be repeated."""
     prolog: Annotated[Path | None, arg(metavar="FILE.sh")] = None
     """Bash script that the batch script sources. Variables that it exports, for example by `module
     load`, reach --setup and the run."""

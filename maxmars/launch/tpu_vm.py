@@ -2,13 +2,11 @@
 
 This program creates the TPU, copies the code, starts every host at once and shows the log. The run
 goes on without it, and the hosts restart the run by themselves; but only this program recreates a
-preempted TPU, or starts a run again on a rebooted host. Given again, it continues from the state
-that it finds.
+preempted TPU, or starts a run again on a rebooted host.
 
 `TpuVm` writes the `gcloud` commands for one TPU and reads its state. A TPU is one slice (a node, in
-Google's words), or several slices of one queued resource, joined by the data center's network; each
-host then learns from its metadata, by libtpu and JAX, which slice it belongs to. `_Watch` and
-`run_to_completion` are the loop of a run. `host.sh` is the script on each host.
+Google's words), or several slices of one queued resource, joined by the data center's network, by
+whose metadata libtpu knows its slice. `_Watch` is the loop of a run, `host.sh` the script on hosts.
 """
 
 from __future__ import annotations
@@ -150,10 +148,15 @@ class TpuVm:
             check_word(self.project, "--project", project, "my-project, a project's ID")
 
     @property
-    def action_options(self) -> str:
-        """Options of `maxmars launch tpu-vm ACTION` that name this TPU."""
+    def delete_command(self) -> str:
+        """The command that deletes this TPU, in backquotes."""
         project = "" if self.project is None else f" --project {self.project}"
-        return f"--name {self.name} --zone {self.zone}{project}"
+        return f"`maxmars launch tpu-vm delete --name {self.name} --zone {self.zone}{project}`"
+
+    @property
+    def cost(self) -> str:
+        """A sentence for the end of a message."""
+        return f"The TPU costs until {self.delete_command}."
 
     def gcloud(self, kind: Kind, *words: str, alpha: bool = False) -> list[str]:
         """A gcloud command on TPUs in the zone."""
@@ -374,8 +377,7 @@ class TpuOptions(RunOptions, TpuVm):
     delete_when_done: bool = False
     """Delete the TPU when all steps are done; it costs until it is deleted."""
     poll_s: Annotated[Positive[float], arg(metavar="SECONDS")] = 20.0
-    """Seconds between two looks at the TPU's state, before a retry of ssh, and before a host
-    restarts the run."""
+    """Seconds between two looks at the TPU, and before a retry of ssh or a restart of the run."""
 
     def check(self) -> None:
         super().check()
@@ -424,42 +426,23 @@ class TpuOptions(RunOptions, TpuVm):
 
 @dataclass
 class _Watch:
-    """A look at a TPU and its hosts, and the next action. Nothing is stored between two calls of
-    the command, so that it may be given again after this program was killed."""
+    """A run on a TPU as this program sees it. Nothing is stored between two calls of the command,
+    which may be given again after this program was killed."""
 
     tpu: TpuOptions
     job: Job
-    starts: int = 0
-    """Starts of the run, seen or made here, with creations for lack of capacity."""
+    starts: int = 0  # of the run, seen or made here, with creations that found no capacity
     shown_state: str = ""
-    lines_shown: int = 0
-    """Lines of the first host's log that are on the screen."""
-    has_answered: bool = False
+    lines_shown: int = 0  # of the first host's log
+    has_answered: bool = False  # gcloud, at least once
     is_copied: bool = False
-    is_new: bool = False
-    """Whether this program created the TPU and has not started the run on it."""
-    is_followed: bool = False
-    """Whether the run was started or found under way here, so that its log is shown."""
+    is_new: bool = False  # the TPU was created here, and the run not yet started on it
+    is_followed: bool = False  # the run was started here or found under way: its log is shown
     is_done: bool = False
 
-    @property
-    def delete_command(self) -> str:
-        return f"`maxmars launch tpu-vm delete {self.tpu.action_options}`"
-
-    @property
-    def cost(self) -> str:
-        return f"The TPU costs until {self.delete_command}."
-
     def step(self) -> int | None:
-        """Look at the TPU, and do the one thing that is missing.
-
-        Returns:
-          The exit code of this program if the run has ended, else None.
-
-        Raises:
-          UnansweredError: gcloud or a host did not answer; call again.
-          ValueError: see `run_to_completion`.
-        """
+        """Look at the TPU, and do the one thing that is missing; returns the exit code of this
+        program if the run has ended, else None. After an UnansweredError it may be called again."""
         if self.is_done:  # before a look, after which a TPU that is gone would be created anew
             self.tpu.remove()
             log(f"deleted the TPU {self.tpu.name}")
@@ -474,8 +457,8 @@ class _Watch:
         self.is_copied = self.is_followed = False  # a TPU under repair may get new disks
         if state.phase == "failed":
             raise ValueError(
-                f"{self.tpu.name} is of no use: {state.text}. Delete it with {self.delete_command} "
-                "and launch again."
+                f"{self.tpu.name} is of no use: {state.text}. Delete it with "
+                f"{self.tpu.delete_command} and launch again."
             )
         if state.phase == "missing":
             self._count_start("the TPU is not there")
@@ -504,7 +487,7 @@ class _Watch:
             if is_cut or all_under_way:
                 time.sleep(self.tpu.poll_s)  # as the hosts do between two starts
             elif self.tpu.state().phase == "ready":  # not taken away meanwhile
-                code = _exit_code(self.tpu, self.job, states, self.cost)
+                code = _exit_code(self.tpu, self.job, states)
                 self.is_done = code == 0 and self.tpu.delete_when_done
                 self.is_followed = False
                 return None if self.is_done else code
@@ -525,7 +508,7 @@ class _Watch:
         if self.starts > most:
             raise ValueError(
                 f"{reason}, and --max-restarts {most} are used up; the same command continues the "
-                f"run. {self.cost}"
+                f"run. {self.tpu.cost}"
             )
         if self.starts:
             log(f"{reason}; restart {self.starts} of at most {most}")
@@ -559,7 +542,7 @@ def run_to_completion(tpu: TpuOptions, job: Job) -> int:
                 raise
             if failures[type(error)] >= error.tries:
                 raise ValueError(
-                    f"{error}. The same command tries again; {watch.delete_command} ends the TPU, "
+                    f"{error}. The same command tries again; {tpu.delete_command} ends the TPU, "
                     "which costs until then, and has the next launch make a new one."
                 ) from error
             log(f"{error}; trying again")
@@ -567,11 +550,7 @@ def run_to_completion(tpu: TpuOptions, job: Job) -> int:
 
 
 def _create(tpu: TpuOptions, *, is_first: bool) -> None:
-    """Create the TPU, if there is capacity.
-
-    Raises:
-      ValueError: gcloud fails; for lack of capacity only if this is the first creation.
-    """
+    """Create the TPU, if there is capacity; without capacity only the first creation raises."""
     verb = "asking for" if tpu.queued else "creating"
     count = "a" if tpu.num_slices == 1 else f"{tpu.num_slices} slices of"
     log(f"{tpu.name}: {verb} {count} {'spot ' if tpu.spot else ''}{tpu.accelerator}")
@@ -611,28 +590,25 @@ def _start(tpu: TpuOptions, states: Mapping[str, str], num_hosts: int) -> None:
     _run_on_every_host(tpu, "start", num_hosts)
 
 
-def _exit_code(tpu: TpuOptions, job: Job, states: Mapping[str, str], cost: str) -> int | None:
+def _exit_code(tpu: TpuOptions, job: Job, states: Mapping[str, str]) -> int | None:
     """Exit code of this program for a run that is not under way on all hosts; None if hosts have
-    lost it, as by a reboot, so that it must be started again.
-
-    Raises:
-      ValueError: the run failed.
-    """
+    lost it, as by a reboot, so that it must be started again. A run that failed raises."""
     distinct = set(states.values())
     if distinct == {"exited 0"}:
         log(f"done: all steps; results are in {job.workdir}")
         if not tpu.delete_when_done:
-            log(cost)
+            log(tpu.cost)
         return 0
     if any(state.startswith("stopped") for state in distinct):
-        log(f"the run was stopped and saved; the same command continues. {cost}")
+        log(f"the run was stopped and saved; the same command continues. {tpu.cost}")
         return _STOPPED
     if not any(state.startswith("exited") for state in distinct - {"exited 0"}):
         return None
     _run_on_every_host(tpu, "kill", len(states))  # others would wait for the host that failed
     listed = ", ".join(f"{host} {state}" for host, state in sorted(states.items()))
     raise ValueError(
-        f"the run failed ({listed}); its log is above, each host's in {job.workdir}/logs. {cost}"
+        f"the run failed ({listed}); its log is above, each host's in {job.workdir}/logs. "
+        f"{tpu.cost}"
     )
 
 
@@ -640,20 +616,14 @@ def _run_on_every_host(
     tpu: TpuOptions, words: str, num_hosts: int, *, show: bool = False
 ) -> dict[str, str]:
     """Run a command of host.sh on every host; returns the state of each. `show` prints the output.
-
-    Raises:
-      UnreachedError: not every host answers.
-      ValueError: a host refuses access, so that a retry is useless.
-    """
+    If not every host answers, it raises an UnreachedError, or a ValueError if access is refused."""
     done = run_program(tpu.ssh(words))
     lines = done.stdout.splitlines()
     states = _read_reports(lines)
     if len(states) < num_hosts:
         text = f"{len(states)} of {num_hosts} hosts answered by ssh ({failure_message(done)})"
         if _NO_PERMISSION.search(done.stderr):
-            raise ValueError(
-                f"{text}. The TPU costs until `maxmars launch tpu-vm delete {tpu.action_options}`."
-            )
+            raise ValueError(f"{text}. {tpu.cost}")
         raise UnreachedError(text)
     for line in lines if show else ():
         if not _REPORT.search(line):

@@ -1,8 +1,7 @@
 """The running maxmars as a wheel, for pip on other machines.
 
-It is made of the files of a checkout as they are now, or of an installation. No build backend runs:
-a wheel is a zip file with METADATA, WHEEL and RECORD (the binary distribution format of PyPA), and
-the same files give the same bytes, so that its SHA-256 names the code in records.
+The files are those of a checkout as they are now, or of an installation. A wheel is a zip file with
+METADATA and RECORD, so no build backend runs. Records name the code by the wheel's SHA-256.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _COMMANDS = "[console_scripts]\nmaxmars = maxmars.cli:main\n"
 
 
 def make_wheel() -> bytes:
-    """The content of the wheel `NAME`: sorted files without dates, and not compressed, as the
-    archive around the wheel is."""
+    """The content of the wheel `NAME`. The same files give the same bytes: they are sorted, without
+    dates, and uncompressed, as the archive around the wheel is compressed."""
     package = Path(maxmars.__file__).resolve().parent
     root = package.parent
     code = [p for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts]
