@@ -407,7 +407,7 @@ def _refuse_commas(flag: str, words: Sequence[str]) -> None:
 def _without_evaluations(config: TrainConfig) -> TrainConfig:
     """The config of a contender for trials, whose only evaluation is the validation loss."""
     evaluation = dataclasses.replace(config.eval, hellaswag_every=None, own=None, data=())
-    if evaluation.every is None:
+    if evaluation.every is None:  # the search needs the loss at the end
         evaluation = dataclasses.replace(evaluation, every=config.num_steps)
     checkpoint = dataclasses.replace(config.checkpoint, keep_best_of=None)
     return dataclasses.replace(config, eval=evaluation, checkpoint=checkpoint)

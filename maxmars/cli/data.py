@@ -39,8 +39,8 @@ _SAMPLE_TOKENS = 1 << 14
 _SAMPLE_CHARACTERS = 300
 _BLOCK_TOKENS = 1 << 22
 _TOKENS_OF_SMALL = 124_000_000  # one for each parameter of GPT-2 small
-_RECORDED_ALWAYS = {"tokenizer", "validation_fraction"}
-_NOT_RECORDED = {"source", "out", "workers", "tasks"}
+_RECORDED_ALWAYS = {"tokenizer", "validation_fraction"}  # also at their defaults
+_NOT_RECORDED = {"source", "out", "workers", "tasks"}  # words of the command, or without effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,6 +214,7 @@ def _prepare(arguments: PrepareArguments) -> int:
         done = f"the tasks {arguments.tasks} of {out} are done"
         print(f"{done}; the last of the other jobs completes it")
         return 0
+    # With --tasks, a job of another command may have completed the directory.
     if (metadata.source, metadata.tokenizer) != (recipe.source, recipe.tokenizer.name):
         raise ValueError(
             f"{out} holds {metadata.source} as tokens of {metadata.tokenizer}; choose another "
@@ -372,9 +373,9 @@ def _print_summary(directory: TokenDirectory, splits: Mapping[str, TokenStream])
         ratio = length = documents = ""
         if tokenizer is not None:
             tokens = stream.read(0, min(stream.num_tokens, _SAMPLE_TOKENS))
-            text = tokens[tokens != tokenizer.eot]
+            text = tokens[tokens != tokenizer.eot]  # which no byte of the text stands for
             ratio = f"{len(tokenizer.decode(text).encode()) / max(len(text), 1):.2f}"
-            end = int(np.argmax(np.append(tokens, tokenizer.eot) == tokenizer.eot))
+            end = int(np.argmax(np.append(tokens, tokenizer.eot) == tokenizer.eot))  # 1st document
             sample = tokenizer.decode(tokens[:end])
             cut = sample[:_SAMPLE_CHARACTERS]
             samples.append(f"{name}: {cut!r}{'...' if cut != sample else ''}")

@@ -151,7 +151,7 @@ def run(argv: list[str]) -> int:
     cluster = arguments.coordinator, arguments.num_processes, arguments.process_id
     open_port = processes.initialize(*cluster)
     processes.check_accelerators()
-    if arguments.output is not None:
+    if arguments.output is not None:  # only now, as all processes must agree to stop
         _check_output(arguments.output)
     mesh = sharding.make_mesh(arguments.mesh)
     processes.warn_once(open_port)
@@ -159,7 +159,7 @@ def run(argv: list[str]) -> int:
         _run_lm_eval(arguments, tasks, mesh)
     else:
         _run_native(arguments, tasks, mesh)
-        if arguments.output is arguments.against is None and processes.is_primary():
+        if arguments.output is arguments.against is None and processes.is_primary():  # both None
             command = shlex.join(["maxmars", "eval", *argv])
             print(f"next: {command} --against OTHER_MODEL --output scores.json")
     return 0
@@ -244,7 +244,7 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     evaluation = first.evaluation()
     if not sets and "loss" in chosen:
         data = first.data()
-        sets = recorded_code(evaluation.data, first.directory, EVAL_SOURCE)
+        sets = recorded_code(evaluation.data, first.directory, EVAL_SOURCE)  # copies in sources/
     if data is None and not sets and "loss" in tasks:
         raise UsageError(
             f"{first.path} does not say on which data it was trained, as a run does; name a "

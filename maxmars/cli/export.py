@@ -56,6 +56,7 @@ def run(argv: list[str]) -> int:
         from maxmars.train.card import CARD, read_report, write_card
 
     out = arguments.out
+    # Read before the model, as a wrong file should be refused at once.
     reports = [read_report(path) for path in (arguments.report or "").split(",") if path]
 
     def add_card(directory: Path, exported: Exported) -> None:

@@ -49,8 +49,8 @@ preemption the run continues in its --workdir. Options after -- go to
 `maxmars launch PLATFORM --help` lists the options, and
 `maxmars launch PLATFORM ACTION --help` those of an action."""
 
-_PASSTHROUGH_OPTIONS = ("--sbatch", "--srun", "--gcloud-flag")
-_SET_BY_LAUNCHER = ("coordinator", "num_processes", "process_id")
+_PASSTHROUGH_OPTIONS = ("--sbatch", "--srun", "--gcloud-flag")  # their values begin with -- too
+_SET_BY_LAUNCHER = ("coordinator", "num_processes", "process_id")  # no hint leads to these
 _LARGE = 20_000_000
 """Number of parameters above which a run without GPUs is probably a mistake."""
 
@@ -141,7 +141,7 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
             f"the functions {', '.join(parsed_sources)} are not those that {options.config} names, "
             "whose files go along; name them in the config file."
         )
-    if machines.devices:
+    if machines.devices:  # else the mesh is that of the hosts' CPUs
         mesh = choose_mesh(parsed.config.mesh, parsed.config.model, machines.network_size)
         check_mesh(parsed.config, mesh_shape(mesh, machines.devices, machines.slices))
     code = job.pack(

@@ -107,7 +107,7 @@ def run(argv: list[str]) -> int:
         report, overrides = plan(arguments, topology, limit)
     if arguments.output is not None:
         write_json(arguments.output, report | {"overrides": overrides})
-    path = getattr(arguments.config.data, "path", None)
+    path = getattr(arguments.config.data, "path", None)  # a plan reads no data
     if path is not None and "://" not in path and not Path(path).exists():
         print(f"The tokens, {path}, are not on this machine; --data.path names others.")
     where, variables = ", on those chips", ""

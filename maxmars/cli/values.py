@@ -95,6 +95,7 @@ def _fields(info: StructTypeInfo) -> StructConstructorSpec | None:
         return None
     hints = typing.get_type_hints(info.type, include_extras=True)
     default = info.default if dataclasses.is_dataclass(info.default) else info.type
+    # tyro's MISSING, unlike MISSING_NONPROP, holds for all fields of a group.
     defaults = dict.fromkeys(hints, MISSING) if info.default is MISSING else defaults_of(default)
     fields = [
         StructFieldSpec(
@@ -146,7 +147,7 @@ def text_of(kind: type, name: str) -> str | None:
 @functools.cache
 def _field_texts(kind: type) -> dict[str, str]:
     texts: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
+    for base in reversed(kind.__mro__[:-1]):  # a subclass may describe a field anew
         for field in docstring_parser.parse_from_object(base).params:
             paragraphs = (field.description or "").split("\n\n")
             texts[field.arg_name] = "\n\n".join(" ".join(part.split()) for part in paragraphs)

@@ -15,7 +15,7 @@ from tyro.conf import arg
 from maxmars.config.checks import CheckedConfig, Positive, require
 from maxmars.config.train import TrainConfig
 
-_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_NAME = re.compile(r"[A-Za-z0-9._-]+")  # a contender's, which is also a directory's
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ def choose_mesh(mesh: MeshConfig, model: ModelConfig, network_size: int) -> Mesh
     CPUs.
     """
     if mesh.data is not None or mesh.fsdp is not None:
-        return mesh
+        return mesh  # the user has decided
     inside = network_size // mesh.tensor if network_size % mesh.tensor == 0 else 1
     fsdp = inside
     if not isinstance(model, ModuleConfig):
@@ -101,9 +101,9 @@ def check_mesh(config: TrainConfig, shape: Shape) -> None:
 def possible_microbatches(global_batch_size: int, shards: int) -> list[int]:
     """Numbers of microbatches, ascending, whose sequences divide evenly over `shards` devices;
     empty if even the whole batch does not."""
-    rows, rest = divmod(global_batch_size, shards)
+    rows, rest = divmod(global_batch_size, shards)  # sequences of a device in the whole batch
     small = [] if rest else [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
-    return sorted({*small, *(rows // n for n in small)})
+    return sorted({*small, *(rows // n for n in small)})  # divisors come in pairs
 
 
 def check_mesh_divides_model(model: ModelConfig, shape: Shape) -> None:
@@ -120,7 +120,7 @@ def check_mesh_divides_model(model: ModelConfig, shape: Shape) -> None:
         ("fsdp", "model.embed_dim", model.embed_dim),
     ):
         if size % shape[axis]:
-            largest = min(size, math.prod(shape.values()))
+            largest = min(size, math.prod(shape.values()))  # no axis has more than all devices
             allowed = ", ".join(str(n) for n in range(1, largest + 1) if size % n == 0)
             raise ValueError(
                 f"mesh.{axis}={shape[axis]} does not divide {name}={size}; mesh.{axis} may be "

@@ -37,7 +37,7 @@ class UpdateRule:
     weight_decay: float | None = 0.0
     """Decoupled weight decay. None: only the user's own function knows it."""
     orthogonalizes: bool = False
-    """Whether the rule needs whole matrices."""
+    """Whether the rule needs whole matrices, which a sharded parameter must be gathered for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +92,13 @@ class DecayedConfig(CheckedConfig):
         return dataclasses.replace(
             rule,
             name=" ".join([rule.name, *self.weight_update.enabled]),
+            # A norm that is kept constant cannot decay.
             weight_decay=0.0 if self.weight_update.hyperball else rule.weight_decay,
         )
 
     def base_rule(self, kind: Kind) -> UpdateRule:
         """Update rule of a kind of parameter, without `weight_update`."""
-        name = type(self).__name__.removesuffix("Config").lower()
+        name = type(self).__name__.removesuffix("Config").lower()  # adamw, nadamw, lion
         return UpdateRule(name=name, weight_decay=self.weight_decay if kind == "matrix" else 0.0)
 
 
@@ -192,7 +193,7 @@ class MomentumKernelConfig(CheckedConfig):
         for name in numbers + steps:
             value = getattr(self, name)
             require(
-                not value or name in allowed.get(preset, steps),
+                not value or name in allowed.get(preset, steps),  # None, 0.0 and () are not set
                 f"{prefix}.{name}={value} does not go with preset={preset}; leave one out.",
             )
         require(

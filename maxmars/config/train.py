@@ -348,7 +348,7 @@ def from_dict(value: Any) -> Any:
     for field_name in sorted(fields.keys() - {f.name for f in dataclasses.fields(config_class)}):
         field = fields.pop(field_name)
         unused, instead = _REMOVED.get(field_name, (None, ""))
-        if field is None or field is False or field == unused:
+        if field is None or field is False or field == unused:  # as if the field never was
             continue
         if instead:
             raise _removed(f"{name} sets {field_name}", instead)
@@ -361,7 +361,7 @@ def from_dict(value: Any) -> Any:
         raise _removed(f"{name} sets packing=best_fit", f"data.packing=split, or {example}")
     if config_class is Source:
         fields["is_recorded"] = True
-    with relative_to(None):
+    with relative_to(None):  # the path of a function stands beside its digest, not alone
         return config_class(**fields)
 
 
@@ -379,6 +379,7 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[tuple[str, Any, An
     if old == new:
         return []
     old_children, new_children = children(old), children(new)
+    # Of two optimizers, or of tuples of different length, the whole values are the difference.
     if type(old) is not type(new) or not old_children or old_children.keys() != new_children.keys():
         return [(prefix, old, new)]
     rows = []

@@ -220,7 +220,7 @@ def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
         "parallelism": options.slice.num_hosts,
         "completions": options.slice.num_hosts,
         "completionMode": "Indexed",
-        "backoffLimit": 0,  # JobSet restarts all pods, not Job one of them
+        "backoffLimit": 0,  # JobSet restarts all pods, Job would restart one
         "podFailurePolicy": {"rules": [{"action": "FailJob", "onExitCodes": users_errors}]},
         "template": {"metadata": {"labels": workload}, "spec": _pod(options, job)},
     }
@@ -285,7 +285,7 @@ def _pod(options: GkeOptions, job: Job) -> dict[str, Any]:
     }
     volumes: list[dict[str, Any]] = [
         {"name": "source", "configMap": {"name": f"{job.name}-source"}},
-        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},  # by default 64 MB, too few for NCCL
     ]
     mounts = [
         {"name": "source", "mountPath": "/maxmars-source"},

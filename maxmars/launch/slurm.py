@@ -227,7 +227,7 @@ def script(options: SlurmOptions, job: Job) -> str:
         "constraint": options.constraint,
         "time": options.time,
         "output": f"{job.workdir}/slurm-%j.out",
-        "open-mode": "append",
+        "open-mode": "append",  # a requeued job goes on with the file
         "signal": f"TERM@{_SAVING_S}",
         "export": "ALL",
     }
