@@ -376,9 +376,9 @@ def run_report(argv: list[str]) -> int:
             if outcome.best is None:
                 print(f"{name}: {outcome.contender.name} has no finished run, and is not drawn")
         for line in report.best_lines(comparisons[name]):
-            own = f"{name}: {line.name}"
-            lines.append(dataclasses.replace(line, name=own))
-            workdirs[own] = path
+            label = f"{name}: {line.name}"
+            lines.append(dataclasses.replace(line, name=label))
+            workdirs[label] = path
     if arguments.out is None:
         out = out / "report"
     pages.write_run_report(lines, out, workdirs, arguments.format)
@@ -438,12 +438,12 @@ def _make_contenders(
     #   grids    mars: gamma 0, 0.025; all others are made around the config's own value
     #
     # `make_grid` returns None for a field of --tune that the contender lacks.
-    own = {name: config.grids.get(name, {}) for name in config.contenders}
-    fields = {name: [*dict.fromkeys([*config.tune, *grids])] for name, grids in own.items()}
+    file_grids = {name: config.grids.get(name, {}) for name in config.contenders}
+    fields = {name: [*dict.fromkeys([*config.tune, *grids])] for name, grids in file_grids.items()}
     starts = _start_values(arguments.start_from, fields)
     contenders = []
     for name, each in config.contenders.items():
-        grids = {**own[name], **({LEARNING_RATE: rates} if rates else {})}
+        grids = {**file_grids[name], **({LEARNING_RATE: rates} if rates else {})}
         try:
             if lacking := [field for field in grids if value_of(each, field) is None]:
                 raise ValueError(f"it has no number {lacking[0]!r}, of which there is a grid.")
@@ -504,16 +504,16 @@ def _start_values(
         outcome = outcomes.get(name)
         if outcome is None or outcome.best is None:
             raise UsageError(f"--start-from {directory}: {name} has no result there.")
-        own, setting = outcome.contender.config, dict(outcome.best.setting)
+        config, setting = outcome.contender.config, dict(outcome.best.setting)
         # An earlier search there, over other fields, may have found the best setting.
-        changed = [field for field, value in setting.items() if value != value_of(own, field)]
+        changed = [field for field, value in setting.items() if value != value_of(config, field)]
         tried = list(dict.fromkeys([*(g.field for g in outcome.contender.grids), *changed]))
         if missing := [field for field in tried if field not in tuned]:
             raise UsageError(
                 f"--start-from {directory}: {name} was tuned over {', '.join(missing)} too; name "
                 "the same fields in --tune."
             )
-        best = with_values(own, setting)
+        best = with_values(config, setting)
         values = {field: value_of(best, field) for field in tried}
         starts[name] = {field: value for field, value in values.items() if value is not None}
     return starts

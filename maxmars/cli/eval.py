@@ -159,7 +159,7 @@ def run(argv: list[str]) -> int:
         _run_lm_eval(arguments, tasks, mesh)
     else:
         _run_native(arguments, tasks, mesh)
-        if arguments.output is arguments.against is None and processes.is_primary():  # both None
+        if arguments.output is arguments.against is None and processes.is_primary():
             command = shlex.join(["maxmars", "eval", *argv])
             print(f"next: {command} --against OTHER_MODEL --output scores.json")
     return 0

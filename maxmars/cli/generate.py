@@ -62,7 +62,7 @@ class GenerateArguments(CheckedConfig):
     ] = ()
     """Text to continue; give the option several times for several prompts."""
     interactive: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Read prompts from a terminal or pipe, one a line, until Ctrl-D; Ctrl-C ends an answer."""
+    """Read prompts, one a line, from a terminal or pipe to Ctrl-D; Ctrl-C ends a continuation."""
     json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print a line of JSON for each prompt when its continuation has ended: `prompt`,
     `continuation`, `num_tokens`, and `end`, which is "end_of_text", "length" or "interrupted"."""

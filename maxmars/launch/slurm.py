@@ -174,8 +174,8 @@ class SlurmOptions(RunOptions, SlurmName):
 
     @property
     def asks_for_cores(self) -> bool:
-        own = ("--cpus-per-task", "--cpus-per-gpu", "--exclusive")
-        return self.cpus_per_task is not None or any(o.startswith(own) for o in self.sbatch)
+        options = ("--cpus-per-task", "--cpus-per-gpu", "--exclusive")
+        return self.cpus_per_task is not None or any(o.startswith(options) for o in self.sbatch)
 
     @property
     def may_have_other_packages(self) -> bool:

@@ -413,8 +413,8 @@ class TpuOptions(RunOptions, TpuVm):
         """The command that creates the TPU, or its queued resource."""
         version = self.runtime_version or _SOFTWARE[self.slice.kind]
         spot = ["--spot"] if self.spot else []
-        own = [f"--accelerator-type={self.slice.tpu_type}", *spot]
-        options = [*own, *self.gcloud_flag, "--quiet"]
+        accelerator = f"--accelerator-type={self.slice.tpu_type}"
+        options = [accelerator, *spot, *self.gcloud_flag, "--quiet"]
         if not self.queued:
             return self.gcloud("tpu-vm", "create", self.name, f"--version={version}", *options)
         nodes = [f"--node-id={self.name}"]
