@@ -123,7 +123,8 @@ class NewtonSchulzConfig(DecayedConfig):
     decay_embeddings: bool = False
     """Decay embeddings too, by `weight_decay`."""
     embeddings: Literal["adamw", "orthogonalize"] = "adamw"
-    """Rule of embeddings where matrices are orthogonalised; the official MARS-Shampoo does both."""
+    """Rule of embeddings where matrices are orthogonalised; the official MARS-Shampoo
+    orthogonalises embeddings too."""
     qkv: Literal["fused", "qkv", "heads"] = "fused"
     """Parts of the attention's input projection to orthogonalise separately: `fused` is the whole
     matrix, as in the official MARS; `qkv` queries, keys and values; `heads` every head."""

@@ -119,7 +119,7 @@ class CheckpointConfig(CheckedConfig):
     """Checkpoints in `<workdir>/checkpoints`: when one is written, and which ones are kept."""
 
     every: Positive[int] | None = 1000
-    """Number of steps between checkpoints; None writes only that of the last step."""
+    """Number of steps between checkpoints; None for none. The last step always gets one."""
     every_minutes: Positive[float] | None = None
     """Also write a checkpoint this many minutes after the last one; None ignores the time."""
     keep_last: Positive[int] = 2
@@ -129,7 +129,7 @@ class CheckpointConfig(CheckedConfig):
     the step of an evaluation have a loss, so eval.every should divide checkpoint.every. None keeps
     none for their loss."""
     keep_best_of: str | None = None
-    """Set of eval.data whose loss `keep_best` compares; None is the training data's own split."""
+    """Set of eval.data whose loss `keep_best` compares; None: the training data's val split."""
     keep_every: Positive[int] | None = None
     """Never delete the first checkpoint at or after each multiple of this number of steps; None
     deletes by the other rules alone."""
@@ -158,8 +158,8 @@ class LogConfig(CheckedConfig):
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(CheckedConfig):
     """Steps to skip. The update of a skipped step is not applied, and the run goes on with the next
-    batch. A step whose loss or gradient is not finite is always skipped. Its line of metrics says
-    which examples it read: `train/num_examples` of them from number `train/first_example` of
+    batch. A step whose loss or gradient is not finite is always skipped. A line of metrics says which
+    examples its step read: `train/num_examples` examples from number `train/first_example` of
     `maxmars.data.examples(WORKDIR)` on."""
 
     loss_spike_threshold: Positive[float] | None = None
@@ -171,8 +171,7 @@ class GuardConfig(CheckedConfig):
     history: Annotated[Count[int], Rule(lambda n: n > 1, "must be at least 2")] = 100
     """Number of steps in the running mean and deviation; no step before that many is a spike."""
     max_consecutive_skips: CountOrZero[int] = 0
-    """Largest number of consecutive skipped steps; one more ends the run with an error. With 0 the
-    first skipped step does."""
+    """Largest number of consecutive skipped steps; one more ends the run with an error."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
