@@ -158,8 +158,8 @@ class LogConfig(CheckedConfig):
 @dataclass(frozen=True, kw_only=True)
 class GuardConfig(CheckedConfig):
     """Steps to skip. The update of a skipped step is not applied, and the run goes on with the next
-    batch. A step whose loss or gradient is not finite is always skipped. A line of metrics says which
-    examples its step read: `train/num_examples` examples from number `train/first_example` of
+    batch. A step whose loss or gradient is not finite is always skipped. A line of metrics says
+    which examples its step read: `train/num_examples` from number `train/first_example` of
     `maxmars.data.examples(WORKDIR)` on."""
 
     loss_spike_threshold: Positive[float] | None = None
