@@ -5,13 +5,13 @@ There is one bucket, `bucket`; of those that are named like `status-403`, every 
 """
 
 import base64
-import contextlib
 import json
 import os
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
+
+import http_server
 
 _BUCKET = re.compile(r"/storage/v1/b/([^/]+)$")
 _OBJECTS = re.compile(r"(?:/upload)?/storage/v1/b/([^/]+)/o$")
@@ -19,7 +19,7 @@ _OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)$")
 _COPY = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]+)$")
 
 
-class Server(ThreadingHTTPServer):
+class Server(http_server.Server):
     """Objects: name -> (generation, bytes).
 
     `failing` decides whether a read of contents gets 503, from its number (0, 1, ...) and name.
@@ -27,10 +27,8 @@ class Server(ThreadingHTTPServer):
 
     request_queue_size = 256  # gcsfs connects a hundred times at once; of five the rest would wait
 
-    daemon_threads = True
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), Handler)
+    def __init__(self, address, handler):
+        super().__init__(address, handler)
         self.objects, self.last, self.lock = {}, 0, threading.RLock()
         self.writes = []  # name, generation that the writer expected, generation that was there
         self.uploads = []  # name and content so far of each resumable upload
@@ -39,13 +37,13 @@ class Server(ThreadingHTTPServer):
         self.failing = lambda number, name: False
 
     @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}"
+    def environment(self):
+        return os.environ | self.variables
 
     @property
-    def environment(self):
-        """Where a process of its own finds the server; clients read it at their first use."""
-        return os.environ | {
+    def variables(self):
+        """Where a process of its own finds the server; clients read them at their first use."""
+        return {
             "TENSORSTORE_GCS_HTTP_URL": self.url,
             "STORAGE_EMULATOR_HOST": self.url,
             "GOOGLE_CLOUD_PROJECT": "project",
@@ -53,9 +51,6 @@ class Server(ThreadingHTTPServer):
             "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # would look for buckets over gRPC
             "NO_GCE_CHECK": "true",
         }
-
-    def handle_error(self, request, client_address):
-        """Keep quiet about clients that were killed."""
 
     def text(self, name):
         return self.objects[name][1].decode()
@@ -80,33 +75,18 @@ def crc32c(content):
     return base64.b64encode(google_crc32c.value(content).to_bytes(4, "big")).decode()
 
 
-@contextlib.contextmanager
 def serve():
-    with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield server
-        finally:
-            server.shutdown()
-            thread.join()
+    return http_server.serving(Handler, server=Server)
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(http_server.Handler):
     protocol_version = "HTTP/1.1"
     # The content follows the headers in a packet of its own, for which Nagle's algorithm would wait
     # until the client has acknowledged the first: 40 ms.
     disable_nagle_algorithm = True
 
     def answer(self, status, content=b"", headers=()):
-        if not isinstance(content, bytes):
-            content, headers = json.dumps(content).encode(), {"Content-Type": "application/json"}
-        self.send_response(status)
-        for key, value in dict(headers).items():
-            self.send_header(key, value)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.send(content, status, headers)
 
     def fail(self, status, text=""):
         self.answer(status, {"error": {"code": status, "message": text or f"status {status}"}})
@@ -123,8 +103,8 @@ class Handler(BaseHTTPRequestHandler):
             "updated": "2026-01-01T00:00:00.000Z",
         }
 
-    def handle_request(self, method):
-        length = int(self.headers.get("Content-Length") or 0)
+    def handle_request(self):
+        method, length = self.command.lower(), int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
         parts = urlsplit(self.path)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
@@ -143,14 +123,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, {"kind": "storage#bucket", "name": "bucket"})
         return self.fail(404)
 
-    def do_GET(self):
-        self.handle_request("get")
-
-    def do_POST(self):
-        self.handle_request("post")
-
-    def do_DELETE(self):
-        self.handle_request("delete")
+    do_GET = do_POST = do_DELETE = handle_request  # noqa: N815
 
     def get_object(self, names, query, body):
         (name,) = names
@@ -241,6 +214,3 @@ class Handler(BaseHTTPRequestHandler):
         have = self.server.objects.get(name, (0,))[0]
         self.server.writes.append((name, None if wanted is None else int(wanted), have))
         return wanted is not None and int(wanted) != have
-
-    def log_message(self, *_):
-        """Keep quiet."""

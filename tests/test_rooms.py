@@ -2,10 +2,10 @@
 
 import ast
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from running import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "maxmars"
@@ -47,10 +47,7 @@ def test_the_root_holds_the_rooms_and_nothing_else():
 def test_importing_the_commands_does_not_load_jax():
     commands = [f"maxmars.cli.{p.stem}" for p in (PACKAGE / "cli").glob("*.py")]
     program = f"import sys, maxmars.config, {', '.join(commands)}; print('jax' in sys.modules)"
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert result.stdout.strip() == "False"
+    assert run_python("-c", program, folder=ROOT).stdout.strip() == "False"
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a git checkout lists its files")

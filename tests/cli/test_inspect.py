@@ -7,6 +7,8 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
+from damage import flip
+from refusals import stopped
 from token_directories import write_llm_c, write_nanogpt, write_shards
 
 from maxmars.cli import main
@@ -71,13 +73,9 @@ def test_text_that_a_tokenizer_cannot_spell_is_refused(tmp_path, capsys):
     out = tmp_path / "out"
     words = ["data", "prepare", str(tmp_path / "*.txt"), str(out), "--tokenizer"]
     words += [str(tmp_path / "own.json"), "--workers", "0"]
-    with pytest.raises(SystemExit) as stop:
+    with stopped(1, "'C'", "2.17%") as errors:
         main(words)
-    assert stop.value.code == 1
-    error = capsys.readouterr().err
-    assert "'C'" in error
-    assert "2.17%" in error
-    assert error.count("\n") == 1
+    assert len(errors.lines) == 1
     assert not out.exists()
     main([*words, "--allow-lossy", "--task-bytes", "20000"])
     assert "2.17%" in capsys.readouterr().out
@@ -88,9 +86,7 @@ def test_text_that_a_tokenizer_cannot_spell_is_refused(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["train_00001.bin", "val_documents.bin"])
 def test_damage_is_named(directory, capsys, name):
-    data = bytearray((directory / name).read_bytes())
-    data[2] ^= 1  # another token of the vocabulary
-    (directory / name).write_bytes(data)
+    flip(directory / name, 2)  # another token of the vocabulary
     code, text = inspect(capsys, directory)
     assert code == 1
     assert f"{name} " in text

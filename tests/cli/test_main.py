@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from refusals import refused
+from running import run_python, write_config
 
 import maxmars
 from maxmars import cli
@@ -58,21 +59,6 @@ def test_the_environment_asks_for_the_traceback(monkeypatch):
         cli.main(["generate", "runs/no-such-run", "--prompt", "a"])
 
 
-OWN_DATA = """
-from maxmars.config import AdamWConfig, GPT2Config, GrainConfig, TrainConfig
-
-def get_config():
-    return TrainConfig(
-        name="own",
-        num_steps=1,
-        global_batch_size=8,
-        model=GPT2Config(num_layers=1, num_heads=1, embed_dim=8, max_seq_len=8, vocab_size=16),
-        data=GrainConfig(source="own.py:windows"),
-        optimizer=AdamWConfig(),
-    )
-"""
-
-
 @pytest.mark.parametrize(
     ("raised", "told"),
     [
@@ -89,7 +75,7 @@ def get_config():
 )
 def test_errors_of_libraries_are_one_line_and_bugs_are_not(raised, told, tmp_path, capsys):
     (tmp_path / "own.py").write_text(f"def windows(*, split, length):\n    {raised}\n")
-    (tmp_path / "config.py").write_text(OWN_DATA)
+    write_config(tmp_path, "data=GrainConfig(source='own.py:windows')")
     words = ["train", tmp_path / "config.py", "--workdir", tmp_path / "run", "--num-processes", "1"]
     if told is None:
         with pytest.raises(RuntimeError):
@@ -138,8 +124,8 @@ def test_ctrl_c_while_jax_is_loaded_is_not_lost():
         "        pass  # as a callback within an import would\n"
         "print('went on')\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (130, "")
+    result = run_python("-c", program, code=130)
+    assert result.stdout == ""
     assert result.stderr.count("\n") == 1
 
 
@@ -318,8 +304,7 @@ def test_the_optimizers_alone_answer_a_command_in_one_line(command):
     code = (
         f"import sys; sys.modules['tyro'] = None; from maxmars.cli import main; main([{command!r}])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 1
+    done = run_python("-c", code, code=1)
     assert done.stderr.startswith("maxmars: error: ")
     assert done.stderr.count("\n") == 1
     assert "tyro" in done.stderr

@@ -4,22 +4,15 @@ import os
 import shlex
 
 import pytest
+from running import write_config
 
 from maxmars.cli import main
 
 CONFIG = """
-from maxmars.config import EvalConfig, GPT2Config, MarsConfig, PythonSourcesConfig, TrainConfig
-
-def get_config():
-    return TrainConfig(
-        name="one-layer",
-        num_steps=10,
-        global_batch_size=16,
-        model=GPT2Config(num_layers=1, num_heads=2, embed_dim=16, max_seq_len=16, vocab_size=257),
-        optimizer=MarsConfig(variant="shampoo"),
-        data=PythonSourcesConfig(),
-        eval=EvalConfig(every=5),
-    )
+    name="one-layer",
+    num_microbatches=None,
+    model=dataclasses.replace(MODEL, num_layers=1),
+    optimizer=MarsConfig(variant="shampoo"),
 """
 
 
@@ -28,9 +21,7 @@ def config_file(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", os.environ["JAX_PLATFORMS"])
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "0")  # restored, as the others
-    path = tmp_path / "config.py"
-    path.write_text(CONFIG)
-    return str(path)
+    return str(write_config(tmp_path, CONFIG) / "config.py")
 
 
 @pytest.mark.seconds
@@ -55,7 +46,7 @@ def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
     options = "--mesh.fsdp 8 --model.remat=full --eval.batch-size None --num-microbatches 1"
     assert command == ["maxmars", "train", config_file, *options.split()]
     main([*command[1:], "--workdir", str(tmp_path / "run"), "--num-processes", "1"])
-    assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 10
+    assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 6
 
 
 @pytest.mark.seconds

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from made_up import change_comparison, change_rows
+from refusals import stopped
 
 from maxmars import cli
 from maxmars.compare.trials import read_rows, write_row
@@ -112,7 +113,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("words", "code", "named"), REFUSED)
 def test_what_is_refused(
-    words, code, named, compare_command, comparison, kept, tmp_path, monkeypatch, capsys
+    words, code, named, compare_command, comparison, kept, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
     names = {"kept": kept, "config": compare_command[1], "report": tmp_path / "report"}
@@ -123,8 +124,6 @@ def test_what_is_refused(
     if "{report}" in words:
         names["report"].mkdir()
         (names["report"] / "report.md").write_text("my own")
-    with pytest.raises(SystemExit) as stop:
+    with stopped(code, named.format(**names)):
         cli.main([word.format(**names) for word in words])
-    assert named.format(**names) in capsys.readouterr().err
-    assert stop.value.code == code
     assert not (tmp_path / "nowhere").exists()

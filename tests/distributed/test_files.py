@@ -8,13 +8,12 @@ import importlib.util
 import json
 import os
 import resource
-import subprocess
-import sys
 
 import fake_gcs
 import pytest
 from etils import epath
-from refusals import refused
+from refusals import refused, stopped
+from running import run_python
 
 from maxmars import cli
 from maxmars.distributed import files
@@ -154,18 +153,14 @@ def test_digest_and_cache(tmp_path, monkeypatch):
     assert files.cache_directory() == tmp_path / ".cache" / "maxmars"
 
 
-def test_a_home_that_cannot_be_written(tmp_path, monkeypatch, capsys):
+def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", "/proc/nobody")
     for name in ("MAXMARS_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(SystemExit) as stopped:
-        cli.main(
-            ["train", "quickstart", "--workdir", str(tmp_path / "run"), "--num-processes", "1"]
-        )
-    (line,) = capsys.readouterr().err.strip().splitlines()
-    assert stopped.value.code == 1
-    assert "~/.cache/maxmars" in line
-    assert "MAXMARS_CACHE" in line
+    run = str(tmp_path / "run")
+    with stopped(1, "~/.cache/maxmars", "MAXMARS_CACHE") as errors:
+        cli.main(["train", "quickstart", "--workdir", run, "--num-processes", "1"])
+    assert len(errors.lines) == 1
     assert not (tmp_path / "run").exists()
 
 
@@ -226,14 +221,7 @@ needs_gcsfs = pytest.mark.skipif(
 @needs_gcsfs
 def test_a_bucket_has_whole_files_and_lines_now_and_then():
     with fake_gcs.serve() as server:
-        done = subprocess.run(
-            [sys.executable, "-c", BUCKET],
-            env=server.environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-    assert done.returncode == 0, done.stderr
+        done = run_python("-c", BUCKET, environment=server.environment)
     warning = "new lines of gs://bucket/run/log are not there yet: another run took over"
     assert warning in done.stdout.splitlines()
 
@@ -258,15 +246,7 @@ print(json.dumps(errors))
 
 
 def ask(environment, *buckets):
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, *buckets],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(run_python("-c", ASK, *buckets, environment=environment).stdout)
 
 
 @needs_gcsfs
@@ -294,14 +274,12 @@ COMMANDS_ON_A_BUCKET = (
 @pytest.mark.seconds
 @pytest.mark.parametrize("command", COMMANDS_ON_A_BUCKET)
 def test_a_store_that_is_not_reached_is_told_in_a_line_by_every_command(
-    command, tmp_path, monkeypatch, capsys
+    command, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("MAXMARS_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as stop:
+    code = 2 if "data=gs://bucket" in command else 1  # of CONFIG
+    with stopped(code, "gs://bucket", "check the network") as errors:
         cli.main(command.split())
-    assert stop.value.code in (1, 2)
-    [line] = capsys.readouterr().err.splitlines()
-    assert "gs://bucket" in line
-    assert "check the network" in line
+    assert len(errors.lines) == 1

@@ -10,7 +10,7 @@ import sys
 import jax
 import pytest
 from refusals import refused
-from running import free_port
+from running import free_port, run_python
 
 from maxmars.distributed import processes
 from maxmars.distributed.run_process import is_of_lost_peer
@@ -169,10 +169,9 @@ def test_train_refuses_a_cpu_in_place_of_what_was_asked_for(name, value, tmp_pat
         (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
         (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").write_text(PLUGIN)
         environment["PYTHONPATH"] = str(tmp_path)
-    command = [sys.executable, "-m", "maxmars", "train", "quickstart", "--num-processes", "1"]
-    command += ["--workdir", str(tmp_path / "run")]
-    done = subprocess.run(command, env=environment | {name: value}, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
+    command = ["-m", "maxmars", "train", "quickstart", "--num-processes", 1]
+    command += ["--workdir", tmp_path / "run"]
+    done = run_python(*command, code=1, environment=environment | {name: value})
     *_, error = done.stderr.splitlines()
     assert error.startswith("maxmars: error: ")
     assert f"{name}={value}" in error

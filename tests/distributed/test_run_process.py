@@ -2,11 +2,10 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
+from running import run_python
 
 from maxmars.distributed.run_process import RunProcess
 
@@ -53,8 +52,7 @@ with RunProcess("maxmars train"):
     os.kill(os.getpid(), {int(number)})
     time.sleep(60)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 75, done.stderr
+    run_python("-c", program, code=75)
 
 
 def test_a_program_that_trains_keeps_its_signals_until_the_run_has_started():

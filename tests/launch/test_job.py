@@ -3,12 +3,12 @@
 import io
 import os
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 from refusals import refused
+from running import run_python
 
 from maxmars.checkpoint.environment import package_digest
 from maxmars.config.checks import UsageError
@@ -176,8 +176,7 @@ def test_the_wheel_has_this_maxmars(tmp_path):
     assert {"maxmars/config/files/quickstart.py", "maxmars/launch/host.sh"} <= files
     program = "import maxmars.checkpoint.environment as e; print(e.__file__, e.package_digest())"
     path = {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-P", "-c", program]
-    done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+    done = run_python("-P", "-c", program, environment=os.environ | path)
     file, digest = done.stdout.split()
     assert Path(file).is_relative_to(tmp_path)
     assert digest == package_digest()
