@@ -290,10 +290,8 @@ def _changes_of_rounding(sessions: Sequence[Began]) -> list[str]:
 def _choose_replay(
     steps: Sequence[int], chain: Sequence[Line], count: int
 ) -> tuple[int, int, Began]:
-    """Choose the newest `count` steps that can be computed again by one config.
-
-    Returns:
-      The step to start from, the last step, and the session whose config made the steps.
+    """Choose the newest `count` steps that one config can compute again; return the step to start
+    from, the last step, and the session with the config.
 
     Raises:
       ValueError: there are no such steps.

@@ -19,7 +19,7 @@ Options = Mapping[str, object]
 
 # Size of operands from which XLA splits a matmul into a loop (windowed einsum), to overlap
 # collectives with the parts. A weight gradient has small parts, whose rows are padded to whole
-# tiles: that costs more than the collectives, 1 % of a step. The option turns windows off.
+# tiles: that costs more than the collectives, 1 % of a step. This value turns the loops off.
 _NO_WINDOWED_EINSUM: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 
 # Fusion of two matmuls in a row. From this width on, each window of the fused MLP would normalise

@@ -201,7 +201,7 @@ def _evaluate(run: Run, evaluations: Sequence[Evaluation], process: RunProcess) 
         params = evaluated_params(run.train_step, run.state)
         distance = {"eval/params_distance": relative_distance(params, run.state.params).item()}
     for evaluation in evaluations:
-
+        # The default binds this iteration's name.
         def before_batch(batch: str = f"a batch of the evaluation {evaluation.name}") -> None:
             run.clock.lap(batch)
             process.check_stop()

@@ -70,7 +70,8 @@ def continued_config(
     new_optimizer_state: bool = False,
     log: Callable[[str], None],
 ) -> TrainConfig:
-    """Check the config that a run is to continue with, and keep the end of the saved schedule.
+    """Check the config that a run is to continue with, and return it with the decay steps of the
+    saved schedule, unless it sets its own.
 
     Args:
       saved: the newest checkpoint.
@@ -79,9 +80,6 @@ def continued_config(
       overrides: dotted names of fields, or groups of fields, that change on purpose.
       new_optimizer_state: the run gets a new optimizer state, so the saved one need not fit.
       log: prints a message.
-
-    Returns:
-      `config`, with the decay steps of the saved schedule unless it sets its own.
 
     Raises:
       ValueError: a field that defines the run differs and is not in `overrides`; `overrides` has an

@@ -435,10 +435,8 @@ def _lock(
 def _restore(
     checked: _Checked, checkpointer: Checkpointer, log: Callable[[str], None]
 ) -> tuple[Checkpoint | None, TrainState, int]:
-    """Restore the newest undamaged checkpoint, or make the state of a new run.
-
-    Returns:
-      The checkpoint (None for a new run), the state, and the position in the data.
+    """Restore the newest undamaged checkpoint, or make the state of a new run; return checkpoint
+    (None for a new run), state, and position in the data.
 
     Raises:
       ValueError: all checkpoints are damaged.

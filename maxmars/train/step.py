@@ -673,8 +673,8 @@ def mean_loss_and_grads(
         return value, jax.tree.map(jax.lax.with_sharding_constraint, grads, specs)
 
     def sum_over_microbatches(params: Any, batch: Any) -> tuple[jax.Array, Any]:
-        # In float32: a sum in bfloat16 stops growing at 256 terms, and XLA's CPU backend has no
-        # all-reduce in bfloat16.
+        # In float32 at least: a sum in bfloat16 stops growing at 256 terms, and XLA's CPU backend
+        # has no all-reduce in bfloat16.
         def of_microbatch(microbatch: Any) -> tuple[jax.Array, Any]:
             return jax.tree.map(at_least_float32, value_and_grad(params, microbatch))
 
