@@ -303,7 +303,7 @@ def check_optimizer(
         return
     label = f"the optimizer of optimizer.make={optimizer.make!r}"
     params = parameters.abstract
-    tx, _ = _own_optimizer(optimizer, parameters, optimizer.learning_rate)
+    tx, function = _own_optimizer(optimizer, parameters, optimizer.learning_rate)
     try:
         update, (rate, before) = _own_update(optimizer, parameters)
         updates, after = jax.eval_shape(update, rate, before)
@@ -323,7 +323,6 @@ def check_optimizer(
         )
     _check_state(label, before, after)
     _check_requests(label, requests_of(tx), before, params)
-    function = own_evaluation_params(optimizer, parameters)
     if function is not None and ema_decay is not None:
         raise ValueError(
             f"{label} names the parameters to evaluate, and ema_decay={ema_decay} their average; "
