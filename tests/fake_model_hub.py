@@ -7,15 +7,14 @@ them for all tests, with the address of `PORT`; `FakeHub` listens there while a 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import http_server
 
 PORT = 20_000 + os.getpid() % 10_000  # below the ports that systems give away
 ENDPOINT = f"http://127.0.0.1:{PORT}"
@@ -65,7 +64,7 @@ class FakeHub:
         return [name for name in names if name]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(http_server.Handler):
     hub: FakeHub
 
     def _answer(self) -> None:
@@ -104,9 +103,9 @@ class _Handler(BaseHTTPRequestHandler):
             case "revision":
                 fields = {"private": repository.private, "tags": []}
                 siblings = [{"rfilename": file} for file in files]
-                self._json({"id": name, "sha": sha, "siblings": siblings, **fields})
+                self.send({"id": name, "sha": sha, "siblings": siblings, **fields})
             case "tree":
-                self._json([_entry(file, content) for file, content in files.items()])
+                self.send([_entry(file, content) for file, content in files.items()])
             case "resolve":
                 self._resolve(sha, "/".join(rest[2:]), files)
             case _:
@@ -117,29 +116,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "Entry not found", "EntryNotFound")
             return
         content, headers = files[file], {"X-Repo-Commit": sha}
-        self._send(content, 200, headers | {"ETag": f'"{_entry(file, content)["oid"]}"'})
+        self.send(content, 200, headers | {"ETag": f'"{_entry(file, content)["oid"]}"'})
         if self.command == "GET" and file.endswith(_LARGE) and self.hub.after_download is not None:
             called, self.hub.after_download = self.hub.after_download, None
             called()
 
     def _refuse(self, status: int, message: str, code: str | None = None) -> None:
         headers = {"X-Error-Message": message} | ({} if code is None else {"X-Error-Code": code})
-        self._json({"error": message}, status, headers)
-
-    def _json(self, value: object, status: int = 200, headers: dict | None = None) -> None:
-        kind = {"Content-Type": "application/json"}
-        self._send(json.dumps(value).encode(), status, kind | (headers or {}))
-
-    def _send(self, content: bytes, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Keep quiet."""
+        self.send({"error": message}, status, headers)
 
 
 def _entry(file: str, content: bytes) -> dict:
@@ -155,17 +139,5 @@ def _entry(file: str, content: bytes) -> dict:
 @contextmanager
 def serving(hub: FakeHub) -> Iterator[None]:
     """Let the hub answer at `ENDPOINT` within the block; outside of it, nobody does."""
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-
-        def handle_error(self, *_: object) -> None:
-            """A client that was killed is no news."""
-
-    server = Server(("127.0.0.1", PORT), type("Handler", (_Handler,), {"hub": hub}))
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
+    with http_server.serving(type("Handler", (_Handler,), {"hub": hub}), PORT):
         yield
-    finally:
-        server.shutdown()
-        server.server_close()

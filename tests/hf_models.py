@@ -9,11 +9,11 @@ import jax
 import numpy as np
 from safetensors.numpy import load_file, save_file
 from tiny import tiny_config
+from trees import mesh_of
 
 from maxmars.checkpoint import Checkpointer
-from maxmars.config import GPT2Config, MeshConfig
+from maxmars.config import GPT2Config
 from maxmars.data.tokenizer import save
-from maxmars.distributed import sharding
 from maxmars.model.language_model import make_model
 from maxmars.model.parameters import Parameters
 
@@ -56,13 +56,9 @@ def logits(config, params, tokens=TOKENS):
     return np.asarray(forward(config)(params, tokens))[..., : config.vocab_size]
 
 
-def one_device_mesh():
-    return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-
-
 def make_run(workdir, config, params_of_step, tokenizer):
     """A run's directory with a checkpoint for each step of a dict, and a tokenizer or None."""
-    mesh = one_device_mesh()
+    mesh = mesh_of()
     config = tiny_config(model=config)
     with Checkpointer(workdir / "checkpoints", config, mesh=mesh) as checkpointer:
         for step, params in params_of_step.items():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from trees import mesh_of
 
 from maxmars.checkpoint import Checkpointer
 from maxmars.checkpoint.reader import checksum
@@ -15,12 +16,10 @@ from maxmars.config import (
     AdamWConfig,
     CheckpointConfig,
     GPT2Config,
-    MeshConfig,
     PythonSourcesConfig,
     ScheduleConfig,
     TrainConfig,
 )
-from maxmars.distributed.sharding import make_mesh
 
 
 def config(keep_last=2, **checkpoint):
@@ -34,10 +33,6 @@ def config(keep_last=2, **checkpoint):
         data=PythonSourcesConfig(),
         checkpoint=CheckpointConfig(keep_last=keep_last, **checkpoint),
     )
-
-
-def mesh_of(data, fsdp, tensor):
-    return make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))
 
 
 MESH = mesh_of(2, 2, 2)
@@ -100,16 +95,6 @@ def data_files(path):
     """The files of a checkpoint with arrays or Orbax's index of them, largest first."""
     files = [p for p in (path / "state").rglob("*") if p.is_file() and p.parent.name == "d"]
     return sorted(files, key=lambda p: -p.stat().st_size)
-
-
-def flip(path, offset, mask=0x10):
-    content = bytearray(path.read_bytes())
-    content[offset] ^= mask
-    path.write_bytes(content)
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def change_meta(path, change):

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from refusals import refused
+from trees import mesh_of
 
 from maxmars.checkpoint.digest import (
     combine,
@@ -19,8 +20,6 @@ from maxmars.checkpoint.digest import (
     leaf_types,
     to_plain,
 )
-from maxmars.config import MeshConfig
-from maxmars.distributed.sharding import make_mesh
 from maxmars.plan.collectives import collectives, total_bytes
 
 
@@ -107,7 +106,7 @@ def test_scalars_and_empty_arrays():
 )
 def test_does_not_depend_on_the_mesh(sizes, spec):
     x = jnp.asarray(bits((8, 8, 16), "float32"))
-    mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
+    mesh = mesh_of(*sizes)
     sharded = jax.device_put(x, NamedSharding(mesh, spec))
     assert digest([sharded, jnp.int32(7)]) == digest([x, jnp.int32(7)])
 
@@ -175,7 +174,7 @@ def test_combine_covers_every_leaf_and_no_order():
 
 
 def test_second_call_compiles_nothing(caplog):
-    mesh = make_mesh(MeshConfig(fsdp=8))
+    mesh = mesh_of(fsdp=8)
     x = jax.device_put(jnp.zeros((8, 11, 13)), NamedSharding(mesh, P("fsdp")))
     first, other = digest({"x": x}), x + 1
     with jax.log_compiles(), caplog.at_level("WARNING"):
@@ -185,7 +184,7 @@ def test_second_call_compiles_nothing(caplog):
 
 @pytest.mark.parametrize("spec", [P(), P(("fsdp", "tensor"))])
 def test_needs_no_memory_and_moves_no_arrays(spec):
-    mesh = make_mesh(MeshConfig(fsdp=4, tensor=2))
+    mesh = mesh_of(fsdp=4, tensor=2)
     x = jax.ShapeDtypeStruct((512, 1024), jnp.float32, sharding=NamedSharding(mesh, spec))
     sums = jax.jit(leaf_sums, out_shardings=NamedSharding(mesh, P()))
     compiled = sums.lower(x).compile()

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from damage import flip, halve
 from etils import epath
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,12 +22,10 @@ from states import (
     change_meta,
     config,
     data_files,
-    flip,
     make_state,
     mesh_of,
     place,
     restore,
-    truncate,
 )
 
 from maxmars.checkpoint import (
@@ -122,7 +121,7 @@ def change_data_position(path):
 
 DAMAGE = {
     "empty directory": (lambda p: [shutil.rmtree(p), p.mkdir()], "meta"),
-    "truncated data": (lambda p: truncate(data_files(p)[0]), "state"),
+    "truncated data": (lambda p: halve(data_files(p)[0]), "state"),
     "missing manifest": (lambda p: (p / "state/manifest.ocdbt").unlink(), "state"),
     "changed meta": (change_data_position, "meta"),
     "swapped layers": (swap_layers, "params/h/kernel"),
@@ -154,11 +153,11 @@ def test_flipped_bits_are_caught_or_harmless(saved, copy):
     for file in (path for path in (copy / "2").rglob("*") if path.is_file()):
         size = file.stat().st_size
         for offset in range(0, size, -(-size // 4) if file in arrays else size):
-            flip(file, offset)
+            flip(file, offset, 0x10)
             got = load(copy, abstract(saved[1][2]))
             assert_same(got.state, saved[1][got.checkpoint.step])
             caught += got.checkpoint.step == 1 and file in arrays
-            flip(file, offset)
+            flip(file, offset, 0x10)
     assert load(copy, abstract(saved[1][2])).skipped == ()
     assert caught >= 5
 
@@ -197,7 +196,7 @@ def test_errors(saved, copy, tmp_path):
     with refused(ValueError, "dimension size is 2"):  # JAX's own words: it is no damage
         load(copy, {"params": {"h": {"kernel": odd}}})
     for step in (1, 2):
-        truncate(data_files(copy / str(step))[0])
+        halve(data_files(copy / str(step))[0])
     with refused(ValueError, "step 2: ", "step 1: "):
         restore(copy, state)
     with refused(ValueError, "step 2: "):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import pytest
+from damage import halve
 from refusals import refused
 from states import (
     ADAMW,
@@ -19,7 +20,6 @@ from states import (
     make_state,
     mesh_of,
     place,
-    truncate,
 )
 
 from maxmars.checkpoint import Checkpointer, list_steps, load, read
@@ -119,7 +119,7 @@ def test_damaged_ones_are_set_aside_and_nonsense_of_orbaxs_own_stops_nothing(
         for step in (1, 2):
             checkpointer.save(step, states[step], data_position=8 * step)
     (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text(says)
-    truncate(data_files(tmp_path / "2")[0])
+    halve(data_files(tmp_path / "2")[0])
     (tmp_path / "2.damaged").mkdir()
     with Checkpointer(tmp_path, config(keep_last=3), mesh=MESH) as checkpointer:
         got = checkpointer.restore(abstract(states[1]))

@@ -6,19 +6,19 @@ of the revision's name as `--`.
 
 import hashlib
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from http_server import Handler, serving
 
 
 def commit_of(repository: str, revision: str) -> str:
     return hashlib.sha1(f"{repository} {revision}".encode()).hexdigest()
 
 
-class _Hub(BaseHTTPRequestHandler):
+class _Hub(Handler):
     root: Path
 
     def _folder(self, repository: str, revision: str) -> Path | None:
@@ -38,41 +38,36 @@ class _Hub(BaseHTTPRequestHandler):
         elif parts[0] == "datasets" and parts[3:4] == ["resolve"]:
             self._resolve("/".join(parts[1:3]), parts[4], "/".join(parts[5:]))
         else:
-            self._json({"error": "not found"}, 404)
+            self.send({"error": "not found"}, 404)
 
     do_GET = do_HEAD = do_POST = lambda self: self._route()  # noqa: N815
 
     def _api(self, repository: str, action: str, rest: list[str]) -> None:
         folder = self._folder(repository, rest[0])
         if folder is None:
-            self._json({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"})
+            self.send({"error": "Invalid rev id"}, 404, {"X-Error-Code": "RevisionNotFound"})
             return
         if action == "revision":
             files = [{"rfilename": e["path"]} for e in _entries(folder, "") if e["type"] == "file"]
-            fields = {
-                "private": False,
-                "disabled": False,
-                "gated": False,
-                "tags": [],
-                "downloads": 0,
-            }
-            self._json({"id": repository, "sha": self.commit, "siblings": files, **fields})
+            fields = {"private": False, "disabled": False, "gated": False}
+            fields |= {"tags": [], "downloads": 0}
+            self.send({"id": repository, "sha": self.commit, "siblings": files, **fields})
         elif action == "tree":
-            self._json(_entries(folder, "/".join(rest[1:]), "recursive=true" in self.path.lower()))
+            self.send(_entries(folder, "/".join(rest[1:]), "recursive=true" in self.path.lower()))
         elif action == "paths-info":
             body = self.rfile.read(int(self.headers["Content-Length"])).decode()
             try:
                 paths = json.loads(body)["paths"]
             except ValueError:
                 paths = [unquote(p.partition("=")[2]) for p in body.split("&") if "paths=" in p]
-            self._json([e for e in _entries(folder, "") if e["path"] in paths])
+            self.send([e for e in _entries(folder, "") if e["path"] in paths])
         else:
-            self._json({"error": "not found"}, 404)
+            self.send({"error": "not found"}, 404)
 
     def _resolve(self, repository: str, revision: str, name: str) -> None:
         folder = self._folder(repository, revision)
         if folder is None or not (folder / name).is_file():
-            self._json({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+            self.send({"error": "Entry not found"}, 404, {"X-Error-Code": "EntryNotFound"})
             return
         data = (folder / name).read_bytes()
         status, headers = 200, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"'}
@@ -82,24 +77,7 @@ class _Hub(BaseHTTPRequestHandler):
             start, end = int(first or 0), min(int(last or len(data)), len(data) - 1)
             headers["Content-Range"] = f"bytes {start}-{end}/{len(data)}"
             data, status = data[start : end + 1], 206
-        self._send(data, status, headers)
-
-    def _json(
-        self, value: object, status: int = 200, headers: dict[str, str] | None = None
-    ) -> None:
-        kind = {"Content-Type": "application/json"}
-        self._send(json.dumps(value).encode(), status, kind | (headers or {}))
-
-    def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        """Keep quiet."""
+        self.send(data, status, headers)
 
 
 def _entries(folder: Path, under: str, recursive: bool = True) -> list[dict]:
@@ -119,10 +97,5 @@ def _entries(folder: Path, under: str, recursive: bool = True) -> list[dict]:
 @contextmanager
 def fake_hub(root: Path) -> Iterator[str]:
     """Serve the datasets under `root`; the address for HF_ENDPOINT."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Hub", (_Hub,), {"root": root}))
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(type("Hub", (_Hub,), {"root": root})) as server:
+        yield server.url

@@ -1,21 +1,19 @@
 import dataclasses
 import hashlib
 import itertools
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 from refusals import refused
+from running import run_python
 from tiny import tiny_config, validation_batches
 from token_directories import write_nanogpt, write_shards
+from trees import mesh_of
 
 from maxmars.config import (
     EvalConfig,
-    MeshConfig,
     MixtureConfig,
     MixturePart,
     PythonSourcesConfig,
@@ -27,7 +25,7 @@ from maxmars.data.prepare import prepare
 from maxmars.data.sampling import Interleaving, validation_numbers
 from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.data.windows import TokenWindows
-from maxmars.distributed.sharding import batch_sharding, make_mesh
+from maxmars.distributed.sharding import batch_sharding
 
 LENGTH = 16  # the tiny config's max_seq_len
 BATCH = 16  # and its global_batch_size
@@ -60,11 +58,6 @@ def val(directory):
 def config_of(directory, *, order="shuffled", **changes):
     data = TokenShardsConfig(path=str(directory), order=order)
     return tiny_config(**({"data": data} | changes))
-
-
-def mesh_of(data=1, fsdp=1, tensor=1):
-    config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
-    return make_mesh(config, jax.devices()[: data * fsdp * tensor])
 
 
 def split_of(stream, order="shuffled"):
@@ -102,7 +95,7 @@ def mixture_of(*directories, **fields):
     return MixtureConfig(parts=parts, **fields)
 
 
-def test_data_that_do_not_fit_the_model_are_refused(directory, train, tmp_path):
+def test_data_that_do_not_fit_the_model_are_refused(directory, train):
     config = config_of(directory)
     with refused(ValueError, "257 (byte)", "model.vocab_size=256"):
         open_data(config.data, "train", model=dataclasses.replace(config.model, vocab_size=256))
@@ -209,8 +202,8 @@ batches.close()
 def test_closed_batches_leave_no_message_at_the_end_of_the_process(directory):
     tests = str(Path(__file__).parents[1])
     program = EXIT.format(tests=tests, path=str(directory))
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    ended = run_python("-c", program)
+    assert (ended.stdout, ended.stderr) == ("", "")
 
 
 @pytest.mark.parametrize(

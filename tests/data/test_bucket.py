@@ -6,13 +6,12 @@ They read where the server is at their first use: hence a process of its own.
 import hashlib
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import fake_gcs
 import numpy as np
 import pytest
+from running import run_python
 
 from maxmars.data.formats import open_directory
 from maxmars.data.prepare import prepare
@@ -37,14 +36,7 @@ def directory(tmp_path_factory):
 
 def in_process(server, code, *arguments):
     """What a process prints, line by line, and what it writes to standard error."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
-        env=server.environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", code, *arguments, environment=server.environment)
     assert "Traceback" not in done.stderr
     assert "Unclosed" not in done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fake_hub import fake_hub
 from refusals import refused
+from running import run_python
 from token_directories import write_tfds
 
 from maxmars.cli import main
@@ -216,8 +217,8 @@ print(json.dumps(read))
 @pytest.mark.seconds
 def test_presets_against_an_imitation_of_the_hub(hub):
     sources = [*PRESETS, "hf:HuggingFaceFW/fineweb-edu:sample-10BT:train", "hf:no/such"]
-    command = [sys.executable, "-c", PROGRAM, *sources]
-    read = json.loads(subprocess.check_output(command, env=hub, text=True).splitlines()[-1])
+    printed = run_python("-c", PROGRAM, *sources, environment=hub).stdout
+    read = json.loads(printed.splitlines()[-1])
     assert read["openwebtext"] == [["owt a", "owt b"], ["owt c"]]
     assert read["fineweb-edu"] == [["edu a", "edu b"]]
     assert read["c4"] == [["c4 a", "c4 b"]]

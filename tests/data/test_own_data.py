@@ -12,9 +12,11 @@ import jax
 import numpy as np
 import pytest
 import running
-from refusals import refused
+from refusals import refused, stopped
+from running import train_here, write_config
 from tiny import ADAMW, MODEL, first_difference, tiny_config, validation_batches
 from token_directories import write_shards, write_tfds
+from trees import mesh_of
 
 from maxmars.checkpoint import read
 from maxmars.cli import main
@@ -22,7 +24,6 @@ from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
     GrainConfig,
     GrainPart,
-    MeshConfig,
     MixtureConfig,
     MixturePart,
     from_dict,
@@ -51,8 +52,7 @@ def windows(*, split, length, count=40, first=0):
 def batches_of(data, *, steps=3, mesh=(1, 1, 1), **options):
     """The arrays [examples, length + 1] of some steps, by name."""
     config = tiny_config(data=data)
-    sizes = dict(zip(("data", "fsdp", "tensor"), mesh, strict=True))
-    mesh = make_mesh(MeshConfig(**sizes), jax.devices()[: np.prod(mesh)])
+    mesh = mesh_of(*mesh)
     tokens = open_data(data, "train", model=config.model)
     batches = TrainBatches(tokens, config, mesh, **options)
     taken = [jax.tree.map(np.asarray, batch) for batch in itertools.islice(batches, steps)]
@@ -170,7 +170,7 @@ def test_a_mask_of_floats_weights_the_losses(tmp_path):
     data = GrainConfig(source=source, order="sequential")
     config = tiny_config(data=data, optimizer=ADAMW)
     tokens = open_data(config.data, "train", model=MODEL)
-    mesh = make_mesh(MeshConfig())
+    mesh = mesh_of(8)
     batch = next(TrainBatches(tokens, config, mesh, prefetch_steps=0))
     assert batch["mask"].dtype == np.float32
     step = make_train_step(config, Parameters(config.model, mesh), tokens.types)
@@ -362,31 +362,21 @@ def test_processes_with_other_data_are_refused(counting):
 
 
 CONFIG = """
-from maxmars.config import EvalConfig, GrainConfig, MeshConfig
-from tiny import ADAMW, tiny_config
-
-def get_config():
-    data = GrainConfig(source="own_data.py:additions", options={"count": 50})
-    return tiny_config(
-        data=data, optimizer=ADAMW, mesh=MeshConfig(), eval=EvalConfig(every=2, num_windows=8)
-    )
+    data=GrainConfig(source="own_data.py:additions", options={"count": 50}),
+    optimizer=ADAMW,
+    eval=EvalConfig(every=2, num_windows=8),
 """
 
 
 @pytest.mark.seconds
 def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path, capsys):
-    config, text = tmp_path / "config.py", EXAMPLES.read_text()
-    config.write_text(CONFIG)
+    text, steps = EXAMPLES.read_text(), ("--schedule.decay-steps", 6, "--num-steps")
+    write_config(tmp_path, CONFIG)
     (tmp_path / "own_data.py").write_text(text)
-
-    def train(workdir, *options):
-        words = ["train", str(config), "--workdir", str(workdir), "--num-processes", "1"]
-        main([*words, "--schedule.decay-steps", "6", *options])
-
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train(whole)
-    train(parts, "--num-steps", "4")
-    train(parts)
+    train_here(tmp_path, whole, *steps, 6)
+    for num_steps in (4, 6):
+        train_here(tmp_path, parts, *steps, num_steps)
     printed = capsys.readouterr().out
     assert first_difference(whole, parts) is None
     assert "nats a token" in printed
@@ -400,22 +390,15 @@ def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path, 
     assert (parts / "sources" / "own_data.py").read_text() == text
     (tmp_path / "own_data.py").write_text(text.replace("0, 100, 2", "0, 99, 2"))
     capsys.readouterr()
-    with pytest.raises(SystemExit):
-        train(parts, "--num-steps", "8")
-    assert "other data" in capsys.readouterr().err
+    with stopped(1, "other data"):
+        train_here(tmp_path, parts, *steps, 8)
     assert read(parts / "checkpoints").step == 6
 
 
 def test_options_are_changed_on_the_command_line_and_survive_json(tmp_path, counting):
-    config = tmp_path / "config.py"
-    config.write_text(
-        "from maxmars.config import GrainConfig\n"
-        "from tiny import tiny_config\n"
-        "def get_config():\n"
-        "    options = {'count': 30, 'first': 0}\n"
-        "    return tiny_config(data=GrainConfig(source='counting.py:windows', options=options))\n"
-    )
-    given = [str(config), "--data.options.first", "5"]
+    options = "options={'count': 30, 'first': 0}"
+    write_config(tmp_path, f"data=GrainConfig(source='counting.py:windows', {options})")
+    given = [str(tmp_path / "config.py"), "--data.options.first", "5"]
     parsed = parse_arguments(ConfigArguments, given, prog="maxmars train").config
     assert parsed.data == GrainConfig(source=counting, options={"count": 30, "first": 5})
     assert from_dict(json.loads(json.dumps(to_dict(parsed)))) == parsed

@@ -184,18 +184,10 @@ def test_large_vocabulary_is_uint32(tmp_path):
     assert read(tmp_path / "out", "train")[-1] == 69_999
 
 
-@pytest.fixture
-def gpt2(reference_dir, monkeypatch):
-    pytest.importorskip("tiktoken")
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
-    return GPT2Tokenizer()
-
-
 @pytest.mark.seconds
-def test_real_texts_are_the_tokens_of_tiktoken(tmp_path, reference_dir, gpt2):
+def test_real_texts_are_the_tokens_of_tiktoken(tmp_path, reference_dir, tiktoken_cache):
     """Token for token, although long texts are cut for tasks."""
-    import tiktoken
-
+    tiktoken, gpt2 = pytest.importorskip("tiktoken"), GPT2Tokenizer()
     corpus = TextFiles([str(reference_dir / "data" / "*.txt")])
     metadata = run(corpus, tmp_path / "out", workers=2, task_bytes=300_000, tokenizer=gpt2)
     assert (metadata.tokenizer, metadata.vocab_size) == ("gpt2", 50257)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import refused, stopped
 
 from maxmars.cli import main
 from maxmars.data import documents
@@ -225,11 +225,10 @@ def prepare(*words):
     main(["data", "prepare", *map(str, words), "--workers", "0"])
 
 
-def refusal(capsys, *words):
-    with pytest.raises(SystemExit) as raised:
+def refusal(*words, code=1):
+    with stopped(code) as errors:
         prepare(*words)
-    assert raised.value.code
-    return capsys.readouterr().err.splitlines()[-1]
+    return errors.lines[-1]
 
 
 GOOD = [f'{{"text": "document {i}"}}\n'.encode() for i in range(60)]
@@ -249,13 +248,13 @@ def test_bad_rows_of_all_tasks_are_counted_together(tmp_path, capsys):
         rows.insert(12 * number + 5, row)
     path, out = tmp_path / "rows.jsonl", tmp_path / "out"
     path.write_bytes(b"".join(rows))
-    assert f"{path}, line 6" in refusal(capsys, path, out)
+    assert f"{path}, line 6" in refusal(path, out)
     assert not out.exists()
     for task in range(2):
         job = (path, out, "--task-bytes", 800, "--skip-bad", 4, "--tasks", f"{task}/2")
         if task == 0:
             prepare(*job)
-    error = refusal(capsys, *job)
+    error = refusal(*job)
     for word in ("line 6", "5", "--skip-bad"):
         assert word in error
     prepare(path, out, "--task-bytes", 800, "--skip-bad", 5)
@@ -299,7 +298,7 @@ def test_a_text_of_many_documents(tmp_path, capsys, mark, written):
     assert np.array_equal(np.concatenate(list(one)), np.concatenate(list(other)))
 
 
-def test_a_separator_of_lines_that_end_in_crlf(tmp_path, monkeypatch, capsys):
+def test_a_separator_of_lines_that_end_in_crlf(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("dos.txt").write_bytes("\r\n\r\n".join("abcd").encode())
     Path("unix.txt").write_text("a|b")
@@ -307,25 +306,25 @@ def test_a_separator_of_lines_that_end_in_crlf(tmp_path, monkeypatch, capsys):
         options = ("--document-separator", separator, "--validation-fraction", 0)
         prepare("dos.txt", repr(separator), *options)
         assert read_metadata(repr(separator)).splits["train"].num_documents == 4
-    error = refusal(capsys, "*s.txt", "out", "--document-separator", r"\n\n")
+    error = refusal("*s.txt", "out", "--document-separator", r"\n\n")
     assert r"\r\n\r\n" in error
     Path("dos.txt.gz").write_bytes(gzip.compress(Path("dos.txt").read_bytes()))
     for source, mark in (("unix.txt", "@@"), ("dos.txt.gz", "|")):
-        error = refusal(capsys, source, "out", "--document-separator", mark)
+        error = refusal(source, "out", "--document-separator", mark)
         assert source in error
         assert mark in error
     held_out = ("--document-separator", "|", "--validation", "dos.txt")
-    assert "dos.txt" in refusal(capsys, "unix.txt", "out", *held_out)
+    assert "dos.txt" in refusal("unix.txt", "out", *held_out)
     assert not Path("out").exists()
 
 
-def test_hints(tmp_path, capsys, monkeypatch):
+def test_hints(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "abc":
         Path(f"{name}.txt").write_text(name)
-    assert "quote" in refusal(capsys, "a.txt", "b.txt", "c.txt", "out")
-    assert "hf:roneneldan/TinyStories" in refusal(capsys, "roneneldan/TinyStories", "out")
+    assert "quote" in refusal("a.txt", "b.txt", "c.txt", "out", code=2)
+    assert "hf:roneneldan/TinyStories" in refusal("roneneldan/TinyStories", "out")
     Path("a.jsonl").write_text('{"text": "a"}')
     for source in ("python", "openwebtext", "a.jsonl"):
-        assert "'|'" in refusal(capsys, source, "out", "--document-separator", "|")
+        assert "'|'" in refusal(source, "out", "--document-separator", "|")
     assert not Path("out").exists()

@@ -3,7 +3,6 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
 import sys
 
 import hypothesis
@@ -13,6 +12,7 @@ import tokenizers
 from etils import epath
 from hypothesis import strategies
 from refusals import refused
+from running import run_python
 
 from maxmars.config.errors import in_words
 from maxmars.data.tokenizer import (
@@ -91,13 +91,9 @@ def test_gpt2_without_network(tmp_path):
     """In a process of its own: tiktoken keeps a vocabulary that it has loaded."""
     pytest.importorskip("tiktoken")
     (tmp_path / "a.txt").write_text("some text")
-    command = [sys.executable, "-m", "maxmars", "data", "prepare"]
-    command += [str(tmp_path / "a.txt"), str(tmp_path / "out")]
+    command = ["-m", "maxmars", "data", "prepare", tmp_path / "a.txt", tmp_path / "out"]
     network = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "https_proxy": "http://127.0.0.1:1"}
-    done = subprocess.run(
-        [*command, "--tokenizer", "gpt2"], env=os.environ | network, capture_output=True, text=True
-    )
-    assert done.returncode == 1
+    done = run_python(*command, "--tokenizer", "gpt2", code=1, environment=os.environ | network)
     assert "set TIKTOKEN_CACHE_DIR" in done.stderr
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -353,12 +349,10 @@ def test_gpt2_is_read_where_tiktoken_has_no_vocabulary(saved, tmp_path, referenc
     code += "for path in sys.argv[2:]: t = load(pathlib.Path(path)); print(t.name, t.digest, "
     code += "t.encode(sys.argv[1]).tolist())"
     text = "don't  stop"
-    printed = subprocess.check_output(
-        [sys.executable, "-c", code, text, str(directory), str(tmp_path / "old")],
-        env=os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": "x:1"},
-        text=True,
-    )
-    assert printed == 2 * f"gpt2 {gpt2.digest} {gpt2.encode(text).tolist()}\n"
+    network = {"TIKTOKEN_CACHE_DIR": str(tmp_path / "none"), "https_proxy": "x:1"}
+    words = ["-c", code, text, directory, tmp_path / "old"]
+    done = run_python(*words, environment=os.environ | network)
+    assert done.stdout == 2 * f"gpt2 {gpt2.digest} {gpt2.encode(text).tolist()}\n"
 
 
 @pytest.mark.seconds

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from damage import flip
 from etils import epath
 from refusals import refused
 from token_directories import write_nanogpt, write_shards
@@ -31,12 +32,6 @@ def verify(directory, record):
     assert damaged.is_set() == (error is not None)
     lines = [line for line in record.read_text().splitlines() if line not in before]
     return [os.path.basename(json.loads(line)["file"]) for line in lines], error
-
-
-def flip(path, byte):
-    content = bytearray(path.read_bytes())
-    content[byte] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.fixture

@@ -61,12 +61,9 @@ def test_tokens_without_a_vocabulary_do_not_wait_for_a_network(monkeypatch):
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("kind", ["byte", "gpt2", "tokenizer.json"])
-def test_they_are_a_plain_count_over_the_decoded_text(
-    kind, tmp_path, reference_dir, monkeypatch, capsys
-):
+def test_they_are_a_plain_count_over_the_decoded_text(kind, tmp_path, tiktoken_cache, capsys):
     """In the metrics of training on eight devices, its summary, the report and the model card, and
     in `eval` on other devices."""
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
     tokens = prepared(tmp_path, tokenizer_file(tmp_path) if kind == "tokenizer.json" else kind)
     vocab_size = read_metadata(tokens).vocab_size
     data = f"data=TokenShardsConfig(path={str(tokens)!r})"

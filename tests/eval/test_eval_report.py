@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from hellaswag_questions import SHORT, fields_of, write_questions_file
+from refusals import stopped
 from tiny import ADAMW, tiny_config
 from token_directories import write_shards
 
@@ -167,26 +168,24 @@ UNKNOWN = "--data.tokenizer unknown --data.vocab-size 257 --data.dtype uint8"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("code", "arguments", "named"),
     [
-        ("--against nowhere", "nowhere"),
-        ("--data.path nowhere", "--tasks hellaswag"),
-        ("--output gs://bucket/a.json", "--output gs:/bucket/a.json"),
-        ("--output .", "--output ."),
-        ("--output /dev/null/new/a.json", "/dev/null"),
-        ("--tasks loss --data.path raw", "--data.tokenizer"),
-        ("--tasks loss --data.tokenizer byte --data.dtype uint8", "--data.tokenizer"),
-        ("--tasks loss --data.path damaged", "damaged/val_00000.bin"),
-        ("--tasks loss --data.path gpt2", "gpt2"),
-        ("--tasks loss --data.path a.txt --data.tokenizer byte", "--data.tokenizer"),
-        (f"--tasks loss --data.path raw {UNKNOWN}", "--data.tokenizer"),
+        (1, "--against nowhere", "nowhere"),
+        (1, "--data.path nowhere", "--tasks hellaswag"),
+        (2, "--output gs://bucket/a.json", "--output gs:/bucket/a.json"),
+        (2, "--output .", "--output ."),
+        (2, "--output /dev/null/new/a.json", "/dev/null"),
+        (1, "--tasks loss --data.path raw", "--data.tokenizer"),
+        (2, "--tasks loss --data.tokenizer byte --data.dtype uint8", "--data.tokenizer"),
+        (1, "--tasks loss --data.path damaged", "damaged/val_00000.bin"),
+        (1, "--tasks loss --data.path gpt2", "gpt2"),
+        (2, "--tasks loss --data.path a.txt --data.tokenizer byte", "--data.tokenizer"),
+        (1, f"--tasks loss --data.path raw {UNKNOWN}", "--data.tokenizer"),
     ],
 )
 def test_clear_errors(
-    run, questions, directories, reference_dir, monkeypatch, capsys, arguments, named
+    run, questions, directories, tiktoken_cache, monkeypatch, code, arguments, named
 ):
     monkeypatch.chdir(directories)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
-    with pytest.raises(SystemExit):
+    with stopped(code, named):
         run_eval(run, "--hellaswag.path", questions, *arguments.split())
-    assert named in capsys.readouterr().err

@@ -5,12 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from refusals import refused
-from tiny import MODEL, random_params
+from tiny import MODEL, trained_model
+from trees import mesh_of
 
-from maxmars.config import MeshConfig
 from maxmars.data.tokenizer import ByteTokenizer
-from maxmars.distributed import sharding
-from maxmars.eval import TrainedModel
 from maxmars.eval.generate import (
     GREEDY,
     Sampling,
@@ -20,24 +18,11 @@ from maxmars.eval.generate import (
     stream_tokens,
 )
 from maxmars.model.language_model import make_model
-from maxmars.model.parameters import Parameters
 
 ALL = Sampling(temperature=1.0, top_k=None)
 RNG = np.random.default_rng(0)
 # One of them is longer than the context of 16 tokens.
 PROMPTS = [RNG.integers(0, 257, n).astype(np.int32) for n in (3, 7, 1, 40)]
-
-
-def one_device():
-    return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-
-
-def model_on(mesh):
-    shardings = Parameters(MODEL, mesh).shardings
-    params = jax.device_put(random_params(MODEL), shardings)
-    return TrainedModel(
-        config=MODEL, params=params, tokenizer=ByteTokenizer(), name="tiny", mesh=mesh
-    )
 
 
 def generate(model, prompts=PROMPTS, sampling=ALL, **options):
@@ -46,7 +31,7 @@ def generate(model, prompts=PROMPTS, sampling=ALL, **options):
 
 @pytest.fixture(scope="module")
 def model():
-    return model_on(one_device())
+    return trained_model(mesh_of())
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +66,8 @@ def test_greedy_tokens_are_those_of_the_uncached_model_also_beyond_its_context(m
 
 def test_what_a_prompt_gets_does_not_depend_on_the_others_or_the_mesh(model, sampled):
     assert_equal(generate(model, PROMPTS[2:0:-1], batch_size=1), sampled[2:0:-1])
-    mesh = sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    assert_equal(generate(model_on(mesh)), sampled)
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    assert_equal(generate(trained_model(mesh)), sampled)
 
 
 def test_a_seed_repeats_itself_and_a_prompt_that_is_repeated_gets_another_sample(model, sampled):

@@ -6,9 +6,9 @@ import gzip
 import hashlib
 import http.server
 import json
-import threading
 import urllib.request
 
+import http_server
 import jax
 import numpy as np
 import pyarrow.parquet
@@ -24,6 +24,7 @@ from hellaswag_questions import (
 from plain_scores import plain_scorer
 from refusals import refused
 from tiny import MODEL
+from trees import mesh_of
 
 from maxmars.config import MeshConfig
 from maxmars.data.tokenizer import ByteTokenizer
@@ -128,10 +129,8 @@ def server(tmp_path):
     """Serves the files of `tmp_path / "served"`; its address."""
     (tmp_path / "served").mkdir()
     handler = functools.partial(QuietHandler, directory=str(tmp_path / "served"))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with http_server.serving(handler) as server:
+        yield server.url
 
 
 def test_a_download_appears_whole_or_not_at_all(tmp_path, server):
@@ -183,10 +182,6 @@ def scored(params, questions):
     return HellaSwag(LONG, make_mesh(MeshConfig()), ByteTokenizer(), questions, batch_size=64)(
         params
     )
-
-
-def one_device():
-    return make_mesh(MeshConfig(), jax.devices()[:1])
 
 
 def plain_texts(protocol):
@@ -251,7 +246,7 @@ def test_accuracies_and_their_standard_errors():
 def test_long_contexts_are_cut_and_questions_with_a_long_ending_left_out(params, questions, scored):
     few = dataclasses.replace(LONG, max_seq_len=32)  # an ending of the last question has 42 bytes
     short = params | {"wpe": jax.tree.map(lambda x: x[:32], params["wpe"])}
-    score = HellaSwag(few, one_device(), ByteTokenizer(), questions)
+    score = HellaSwag(few, mesh_of(), ByteTokenizer(), questions)
     assert score.questions == questions[:-1]
     by_protocol = score(short)
     assert [*by_protocol] == [*PROTOCOLS]
@@ -279,12 +274,12 @@ def test_refusals(questions, tmp_path):
         (
             ValueError,
             ["byte", "257 tokens", "vocab_size=256"],
-            lambda: HellaSwag(few, one_device(), ByteTokenizer(), questions),
+            lambda: HellaSwag(few, mesh_of(), ByteTokenizer(), questions),
         ),
         (
             ValueError,
             ["1 HellaSwag questions", "max_seq_len=16"],
-            lambda: HellaSwag(MODEL, one_device(), ByteTokenizer(), questions[-1:]),
+            lambda: HellaSwag(MODEL, mesh_of(), ByteTokenizer(), questions[-1:]),
         ),
         (ValueError, ["1 and 0"], lambda: paired_difference(one, one[:0])),
     ):
@@ -300,8 +295,7 @@ def reference(reference_dir):
     )
 
 
-def score_reference(reference_dir, monkeypatch, mesh, count, batch_size):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
+def score_reference(reference_dir, mesh, count, batch_size):
     path = reference_dir / "data" / "hellaswag_val_600.jsonl"
     questions = load_questions(path, num_questions=count)
     model = load(reference_dir / "reference" / "hf_gpt2_tiny", mesh=mesh)
@@ -320,14 +314,14 @@ def check_reference(scores, arrays, count):
     np.testing.assert_array_equal(completion.labels, arrays["labels"][:count])
 
 
-def test_the_peers_log_likelihoods_of_a_few_questions(reference_dir, reference, monkeypatch):
-    scores = score_reference(reference_dir, monkeypatch, one_device(), 8, 16)
+def test_the_peers_log_likelihoods_of_a_few_questions(reference_dir, reference, tiktoken_cache):
+    scores = score_reference(reference_dir, mesh_of(), 8, 16)
     check_reference(scores, reference[0], 8)
 
 
 @pytest.mark.slow
-def test_the_peers_scores_of_600_questions(reference_dir, reference, monkeypatch):
-    scores = score_reference(reference_dir, monkeypatch, make_mesh(MeshConfig()), None, 64)
+def test_the_peers_scores_of_600_questions(reference_dir, reference, tiktoken_cache):
+    scores = score_reference(reference_dir, make_mesh(MeshConfig()), None, 64)
     arrays, accuracies = reference
     check_reference(scores, arrays, 600)
     for protocol in PROTOCOLS:

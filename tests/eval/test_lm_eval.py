@@ -1,37 +1,26 @@
 import importlib.util
 import json
 
-import jax
 import numpy as np
 import pytest
 from plain_scores import plain_scorer
 from refusals import refused
-from tiny import MODEL, random_params
+from tiny import MODEL, trained_model
+from trees import mesh_of
 
-from maxmars.config import MeshConfig
 from maxmars.data.tokenizer import ByteTokenizer
-from maxmars.distributed import sharding
-from maxmars.eval import TrainedModel, load
+from maxmars.eval import load
 from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.hellaswag import load_questions
 from maxmars.eval.lm_eval import PRESETS, Answers, rolling_windows, run_lm_eval
-from maxmars.model.parameters import Parameters
 
 RNG = np.random.default_rng(0)
 TEXT = "A man was sleeping. He woke up and walked to the door, and there he stood."
 
 
-def one_device():
-    return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-
-
 @pytest.fixture(scope="module")
 def model():
-    mesh = one_device()
-    params = jax.device_put(random_params(MODEL), Parameters(MODEL, mesh).shardings)
-    return TrainedModel(
-        config=MODEL, params=params, tokenizer=ByteTokenizer(), name="tiny", mesh=mesh
-    )
+    return trained_model(mesh_of())
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +233,7 @@ def hf_directory(reference_dir):
 def hf_answers(reference_dir, hf_directory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
-        return Answers(load(hf_directory, mesh=one_device()), batch_size=None, seed=0)
+        return Answers(load(hf_directory, mesh=mesh_of()), batch_size=None, seed=0)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 from plain_scores import plain_scorer
 from refusals import refused
 from tiny import MODEL, random_params
+from trees import mesh_of
 
 from maxmars.config import MeshConfig, ModuleConfig
 from maxmars.distributed.sharding import make_mesh
@@ -37,7 +38,7 @@ def choices():
 
 
 def score(params, choices, mesh=None, batch_size=None, model=MODEL, progress=None):
-    mesh = mesh or make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = mesh or mesh_of()
     placed = jax.device_put(params, Parameters(model, mesh).shardings)
     packed = pack_choices(choices, model)
     return LogLikelihoods(model, mesh, batch_size=batch_size)(
@@ -81,7 +82,7 @@ def test_a_models_own_cap_counts(tmp_path, choices):
     (tmp_path / "own.py").write_text(CAPPED)
     model = ModuleConfig(make=f"{tmp_path / 'own.py'}:make", vocab_size=257, max_seq_len=16)
     params = jax.tree.map(lambda x: 30 * x, random_params(model))
-    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    mesh = mesh_of()
     scored = LogLikelihoods(model, mesh)(
         jax.device_put(params, Parameters(model, mesh).shardings), pack_choices(choices, model)
     )

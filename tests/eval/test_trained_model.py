@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from damage import flip
 from hf_models import (
     BASE,
     BYTES,
@@ -22,14 +23,14 @@ from hf_models import (
     hf_fields,
     logits,
     make_run,
-    one_device_mesh,
     plain_hf_logits,
     random_params,
     read_hf,
     write_hf,
 )
-from refusals import refused
+from refusals import refused, stopped
 from safetensors.numpy import load_file, save_file
+from trees import mesh_of
 
 from maxmars import cli
 from maxmars.checkpoint import read
@@ -55,7 +56,7 @@ def assert_same(params, expected):
 
 
 def test_a_run_and_one_of_its_checkpoints_on_a_mesh(run):
-    mesh = make_mesh(MeshConfig(fsdp=8))
+    mesh = mesh_of(fsdp=8)
     for inside, step in (("", 4), ("checkpoints/2", 2)):
         model = load(f"{run}/{inside}", mesh=mesh)
         assert (model.config, model.tokenizer.name) == (BYTES, "byte")
@@ -67,10 +68,7 @@ def test_a_run_and_one_of_its_checkpoints_on_a_mesh(run):
     np.testing.assert_allclose(ours[..., :257], logits(BYTES, PARAMS[4]), rtol=0, atol=1e-5)
 
 
-def test_gpt2s_tokenizer_serves_a_model_of_its_size_with_padding(
-    tmp_path, monkeypatch, reference_dir, capsys
-):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(reference_dir / "data" / "tiktoken"))
+def test_gpt2s_tokenizer_serves_a_model_of_its_size_with_padding(tmp_path, tiktoken_cache, capsys):
     padded = dataclasses.replace(BASE, vocab_size=50304, num_layers=1)
     write_hf(tmp_path / "padded", hf_fields(padded), hf_arrays(padded))
     model = load(tmp_path / "padded")
@@ -97,7 +95,7 @@ def around(run):
 
 
 def on_tensor_8(path):
-    return load(path, mesh=make_mesh(MeshConfig(tensor=8)))
+    return load(path, mesh=mesh_of(tensor=8))
 
 
 def half(path):
@@ -171,7 +169,7 @@ def test_an_export_is_read_and_exported_again_bit_by_bit(exported, tmp_path, kin
     vocabulary = {chr(ord("A") + i): i for i in range(60)} | {"<|endoftext|>": 60}
     (tmp_path / "hf" / "vocab.json").write_text(json.dumps(vocabulary))
     (tmp_path / "hf" / "merges.txt").write_text("#version: 0.2\n")
-    model = load(tmp_path / "hf", mesh=one_device_mesh())
+    model = load(tmp_path / "hf", mesh=mesh_of())
     assert (model.config, model.name) == (config, "hf")
     assert model.tokenizer.eot == 60
     embedding = np.asarray(model.params["wte"]["embedding"])
@@ -222,7 +220,7 @@ def test_several_files_in_another_type(run, tmp_path, dtype):
     assert index["weight_map"].keys() == {f"transformer.{name}" for name in hf_arrays(BYTES)}
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == dtype
     kind = jax.numpy.dtype(dtype)
-    loaded = load(tmp_path / "hf", mesh=one_device_mesh())
+    loaded = load(tmp_path / "hf", mesh=mesh_of())
     assert_same(loaded.params, jax.tree.map(lambda x: x.astype(kind).astype("f"), PARAMS[4]))
 
 
@@ -230,11 +228,9 @@ def test_several_files_in_another_type(run, tmp_path, dtype):
 def test_the_newest_sound_checkpoint_is_exported(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     largest = max((tmp_path / "run/checkpoints/4").rglob("*"), key=lambda path: path.stat().st_size)
-    content = bytearray(largest.read_bytes())
-    content[len(content) // 2] ^= 1
-    largest.write_bytes(content)
+    flip(largest)
     assert export_model(tmp_path / "run", tmp_path / "hf").name == "run, step 2"
-    assert_same(load(tmp_path / "hf", mesh=one_device_mesh()).params, PARAMS[2])
+    assert_same(load(tmp_path / "hf", mesh=mesh_of()).params, PARAMS[2])
     with refused(ValueError, tmp_path / "run/checkpoints", "step 4"):
         export_model(tmp_path / "run/checkpoints/4", tmp_path / "other")
 
@@ -261,9 +257,8 @@ def test_a_model_ends_where_its_files_say_in_every_command(tmp_path, capsys):
     config = dataclasses.replace(BASE, vocab_size=theirs.get_vocab_size())
     write_hf(hf, hf_fields(config), hf_arrays(config))
     theirs.save(str(hf / "tokenizer.json"))
-    with pytest.raises(SystemExit):
+    with stopped(1, "eos_token in a tokenizer_config.json"):
         cli.main(["generate", str(hf), "--prompt", "to be"])
-    assert "eos_token in a tokenizer_config.json" in capsys.readouterr().err
     (hf / "tokenizer_config.json").write_text('{"eos_token": {"content": "</s>"}}')
     model = load(hf)
     prompt = [model.tokenizer.encode("to be")]
@@ -361,15 +356,12 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
 
 
-def test_errors_are_one_line_and_leave_nothing(run, around, tmp_path, capsys):
+def test_errors_are_one_line_and_leave_nothing(run, around, tmp_path):
     def ends(value, *arguments):
         before = sorted(tmp_path.iterdir())
-        with pytest.raises(SystemExit) as stop:
+        with stopped(1, value) as errors:
             cli.main([*map(str, arguments)])
-        assert stop.value.code == 1
-        error = capsys.readouterr().err
-        assert value in error
-        assert error.count("\n") == 1
+        assert len(errors.lines) == 1
         assert sorted(tmp_path.iterdir()) == before
 
     out = tmp_path / "out"
