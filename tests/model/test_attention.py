@@ -10,9 +10,9 @@ import pytest
 from attention_results import assert_close, random_segments, result_and_gradients
 from refusals import refused
 from tiny import MODEL
+from trees import mesh_of
 
-from maxmars.config import GPT2Config, MeshConfig
-from maxmars.distributed import sharding
+from maxmars.config import GPT2Config
 from maxmars.model.attention import (
     Choice,
     attention_on_mesh,
@@ -99,7 +99,7 @@ def test_splash_on_a_mesh():
     arrays = inputs("float32", (4, 128, 4, 8))
     segment_ids = random_segments(4, 128)
     expected = result_and_gradients(causal_attention, *arrays, SCALE, segment_ids)
-    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+    with jax.set_mesh(mesh_of(data=2, fsdp=2, tensor=2)):
         on_mesh = functools.partial(attention_on_mesh, INTERPRETED)
         result = result_and_gradients(on_mesh, *arrays, SCALE, segment_ids)
     assert_close(result, expected, 1e-5)

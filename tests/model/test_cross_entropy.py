@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trees import mesh_of
 
-from maxmars.config import MeshConfig
 from maxmars.distributed import sharding
 from maxmars.model import cross_entropy
 
@@ -89,14 +89,14 @@ def test_losses_of_tokens_equal_the_plain_ones(chunk_bytes):
     losses = jax.jit(functools.partial(chunked_losses, chunk_bytes=chunk_bytes, cap=cap))
     expected = jax.jit(functools.partial(plain, cap=cap))(*inputs())
     assert_same(losses(*inputs()), expected)
-    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+    with jax.set_mesh(mesh_of(data=2, fsdp=2, tensor=2)):
         assert_same(losses(*inputs()), expected)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_same_on_a_mesh(name):
     chunked = functools.partial(FUNCTIONS[name][0], chunk_bytes=4 * PADDED // 2 * 10)
-    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+    with jax.set_mesh(mesh_of(data=2, fsdp=2, tensor=2)):
         assert_same(with_grads(chunked, *inputs()), plain_with_grads(name))
 
 
@@ -139,7 +139,7 @@ def test_the_logits_of_all_tokens_are_never_there():
     assert temporaries(grads[0], *arrays) < logits / 4
     losses = functools.partial(chunked_losses, chunk_bytes=2**20)
     assert temporaries(losses, *arrays) < logits / 4
-    with jax.set_mesh(sharding.make_mesh(MeshConfig(fsdp=2, tensor=4))):
+    with jax.set_mesh(mesh_of(fsdp=2, tensor=4)):
         assert temporaries(grads[0], *arrays) < logits / 8  # the logits of a device
 
 
@@ -189,7 +189,7 @@ def test_targets_are_those_of_the_uniform_numbers_on_every_mesh(chunk_bytes):
     assert len(np.unique(expected)) > 30
     result = draw(x, embedding, uniforms(), chunk_bytes=chunk_bytes)
     np.testing.assert_array_equal(result, expected)
-    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+    with jax.set_mesh(mesh_of(data=2, fsdp=2, tensor=2)):
         result = draw(x, embedding, uniforms(), chunk_bytes=chunk_bytes)
     np.testing.assert_array_equal(result, expected)
 

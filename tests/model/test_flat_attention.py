@@ -13,9 +13,9 @@ import pytest
 from attention_results import assert_close, random_segments, result_and_gradients
 from jax.sharding import PartitionSpec
 from tiny import random_params, tiny_config
+from trees import mesh_of
 
 from maxmars.config import GPT2Config, MeshConfig
-from maxmars.distributed import sharding
 from maxmars.model import gpt2
 from maxmars.model.attention import causal_attention, flat_attention_on_mesh
 from maxmars.model.flat_attention import flat_attention
@@ -62,7 +62,7 @@ def test_it_runs_on_each_devices_rows_and_heads():
     arrays, segment_ids = inputs(4, 128, 6, 64), random_segments(4, 128)  # one and a half tiles
     expected = result_and_gradients(functools.partial(plain, head_dim=64), *arrays, segment_ids)
     on_mesh = functools.partial(flat_attention_on_mesh, 64, interpret=True)
-    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+    with jax.set_mesh(mesh_of(data=2, fsdp=2, tensor=2)):
         result = result_and_gradients(on_mesh, *arrays, segment_ids)
     assert_close(result, expected, TOLERANCE["float32"])
 
@@ -108,7 +108,7 @@ def test_a_layer_of_gpt2_is_the_same_by_either_form():
         (_, y), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(x, params)
         return jax.tree.leaves((y, grads[0], grads[1]["h"]["attn"]))
 
-    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=1), jax.devices()[:1])):
+    with jax.set_mesh(mesh_of()):
         result, expected = gradients(True), gradients(False)
     for a, b in zip(result, expected, strict=True):
         assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()

@@ -16,6 +16,7 @@ from hf_models import (
 )
 from refusals import refused
 from safetensors.numpy import save_file
+from trees import mesh_of
 
 from maxmars.config import GPT2Config, MeshConfig
 from maxmars.config.errors import in_words
@@ -105,7 +106,7 @@ def test_the_reference_model_on_one_device_and_on_eight(reference_dir):
     tokens = reference["tokens"].astype(np.int32)
     config = huggingface.read_config(directory)
     config = dataclasses.replace(config, vocab_pad_multiple=2)
-    for mesh in (None, sharding.make_mesh(MeshConfig(fsdp=4, tensor=2))):
+    for mesh in (None, mesh_of(fsdp=4, tensor=2)):
         _, params = load(directory, config, mesh)
         got = logits(config, params, tokens)
         np.testing.assert_allclose(got[..., :64], reference["logits_head"], rtol=0, atol=1e-4)

@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import MODEL, random_params
+from trees import mesh_of
 
-from maxmars.config import MeshConfig
-from maxmars.distributed import sharding
 from maxmars.model.language_model import make_model
 from maxmars.model.parameters import Parameters
 from maxmars.plan.collectives import collectives
@@ -69,7 +68,7 @@ def test_logits_equal_those_of_the_uncached_model(params, changes, tolerance):
 
 
 def test_a_cache_over_heads_and_rows_stays_where_it_is(params):
-    mesh = sharding.make_mesh(MeshConfig(data=2, tensor=4))
+    mesh = mesh_of(data=2, tensor=4)
     shardings = Parameters(BASE, mesh).shardings
     with jax.set_mesh(mesh):
         compiled = jax.jit(cached(BASE), in_shardings=(shardings,)).lower(params).compile()

@@ -8,9 +8,9 @@ import pytest
 from gpt2_reference import Reference
 from refusals import refused
 from tiny import MODEL
+from trees import mesh_of
 
-from maxmars.config import GPT2Config, MeshConfig
-from maxmars.distributed import sharding
+from maxmars.config import GPT2Config
 from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters, init_params
 from maxmars.plan.compile import matmul_flops
@@ -171,7 +171,7 @@ def test_logical_axes_match_the_parameters():
 
 def test_abstract_parameters_do_not_depend_on_the_ambient_mesh():
     config = dataclasses.replace(MODEL, num_layers=5)  # not in the cache yet
-    with jax.set_mesh(sharding.make_mesh(MeshConfig(fsdp=8))):
+    with jax.set_mesh(mesh_of(fsdp=8)):
         abstract = Parameters(config).abstract
     assert {leaf.sharding for leaf in jax.tree.leaves(abstract)} == {None}
 

@@ -8,9 +8,8 @@ import jax
 import numpy as np
 import pytest
 from tiny import MODEL, random_params
+from trees import mesh_of
 
-from maxmars.config import MeshConfig
-from maxmars.distributed import sharding
 from maxmars.model.language_model import make_model, mean_loss
 
 # The documents of each row, by length; padding fills the row up to max_seq_len + 1 tokens.
@@ -66,7 +65,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone():
     """By blocks on a mesh, against the plain formula on one device."""
     config, batch = dataclasses.replace(MODEL, attention="blocked"), packed(random_documents())
     batch["mask"] = with_mean_one(batch["mask"])
-    with jax.set_mesh(sharding.make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))):
+    with jax.set_mesh(mesh_of(data=2, fsdp=2, tensor=2)):
         result = loss_and_grads(config)(random_params(MODEL), batch)
     assert_close(result, one_by_one(list(itertools.chain(*random_documents()))))
 

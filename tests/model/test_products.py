@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import MODEL
+from trees import mesh_of
 
-from maxmars.config import MeshConfig
-from maxmars.distributed.sharding import make_mesh
 from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import init_params
 from maxmars.model.products import cpu_linear, wide_product
 
-ONE = make_mesh(MeshConfig(), jax.devices()[:1])
+ONE = mesh_of()
 
 
 def normal(seed, shape, dtype):

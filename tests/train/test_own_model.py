@@ -14,9 +14,19 @@ from flax import nnx
 from hellaswag_questions import write_questions_file
 from markdown_pages import blocks_of
 from plain_scores import plain_scorer
-from refusals import refused
+from refusals import refused, stopped
 from safetensors.numpy import load_file
-from tiny import ADAMW, MODEL, batch_of, first_difference, series, short_config, sophia
+from tiny import (
+    ADAMW,
+    MODEL,
+    first_difference,
+    first_state,
+    random_batch,
+    series,
+    short_config,
+    sophia,
+)
+from trees import mesh_of
 
 from maxmars.cli import main
 from maxmars.cli.parse import ConfigArguments, parse_arguments
@@ -30,7 +40,6 @@ from maxmars.config import (
     ScheduleConfig,
 )
 from maxmars.config.errors import in_words
-from maxmars.distributed import sharding
 from maxmars.distributed.files import sha256_of
 from maxmars.eval import load
 from maxmars.eval.generate import GREEDY, generate_texts, generate_tokens
@@ -45,17 +54,12 @@ from maxmars.plan.compile import peak_bytes
 from maxmars.train import train
 from maxmars.train.init_from import InitFrom
 from maxmars.train.metrics import read_metrics
-from maxmars.train.step import init_train_state, make_train_step
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "tools" / "examples" / "own_model.py"
 OPTIONS = {"num_layers": 2, "num_heads": 4, "embed_dim": 32, "dtype": "float32"}
 OWN = ModuleConfig(make=f"{EXAMPLE}:make", options=OPTIONS, vocab_size=257, max_seq_len=16)
 SHAMPOO = MarsConfig(variant="shampoo", vector_learning_rate_scale=0.15)
-
-
-def one_device():
-    return sharding.make_mesh(MeshConfig(), jax.devices()[:1])
 
 
 def own_config(folder, **changes):
@@ -211,14 +215,11 @@ def test_a_model_runs_only_from_the_copy_that_the_run_recorded(run, tmp_path, ca
         ["audit", str(copy), "--replay", "4"],
     )
     for command in commands:
-        with pytest.raises(SystemExit) as stop:
+        with stopped(1) as errors:
             main(command)
-        out, err = capsys.readouterr()
-        line = err.splitlines()[-1]
-        assert stop.value.code == 1
-        assert all(part in line for part in (str(kept), recorded[:16], sha256_of(kept)[:16]))
-        assert f"--init-from {copy}" in line
-        assert "it ran" not in out
+        named = (str(kept), recorded[:16], sha256_of(kept)[:16], f"--init-from {copy}")
+        assert all(part in errors.lines[-1] for part in named)
+        assert "it ran" not in capsys.readouterr().out
     main(["audit", str(copy)])  # which runs no code
     audited = capsys.readouterr().out
     assert "one trajectory" in audited
@@ -331,10 +332,8 @@ def test_a_module_has_policies_of_rematerialisation_of_its_own(tmp_path):
     losses, sizes = [], []
     for remat in ("full", "dots", None):
         config = own_config(tmp_path, model=dataclasses.replace(model, remat=remat))
-        step = make_train_step(config, Parameters(config.model, one_device()))
-        tokens = np.random.default_rng(0).integers(0, 257, step.abstract_batch["tokens"].shape)
-        batch = batch_of(step, tokens.astype(np.int32))
-        _, metrics = step(init_train_state(config, step.parameters), batch)
+        step, state = first_state(config)
+        _, metrics = step(state, random_batch(step))
         losses.append(metrics["train/grad_norm"])
         sizes.append(peak_bytes(step.lower().compile(), tpu=False))
     np.testing.assert_allclose(losses, losses[-1], rtol=1e-5)
@@ -375,15 +374,12 @@ def test_training_on_a_mesh_is_training_on_one_device(tmp_path, optimizer):
     """Newton-Schulz computes in float32 here, as in the tests of the package's own model."""
     if hasattr(optimizer, "ns_dtype"):
         optimizer = dataclasses.replace(optimizer, ns_dtype="float32")
-    shape = MeshConfig(data=2, fsdp=2, tensor=2)
-    config = own_config(tmp_path, optimizer=optimizer, mesh=shape)
-    tokens = np.random.default_rng(0).integers(0, 257, (2, 1, 16, 17)).astype(np.int32)
     trainings = []
-    for mesh in (one_device(), sharding.make_mesh(shape)):
-        step = make_train_step(config, Parameters(config.model, mesh))
-        state, losses = init_train_state(config, Parameters(config.model, mesh)), []
-        for batch in tokens:
-            state, metrics = step(state, batch_of(step, batch))
+    for mesh in (MeshConfig(), MeshConfig(data=2, fsdp=2, tensor=2)):
+        step, state = first_state(own_config(tmp_path, optimizer=optimizer, mesh=mesh))
+        losses = []
+        for seed in range(2):
+            state, metrics = step(state, random_batch(step, seed))
             losses.append(float(metrics["train/loss"]))
         trainings.append((losses, jax.device_get(state.params)))
     (expected, params), (losses, sharded) = trainings
@@ -462,10 +458,9 @@ def test_packed_documents_are_scored_as_each_alone():
     np.testing.assert_allclose(packed[6:], second, rtol=1e-5)
 
 
-def test_an_option_of_the_module_is_named_where_it_is_meant(capsys):
-    with pytest.raises(SystemExit):
+def test_an_option_of_the_module_is_named_where_it_is_meant():
+    with stopped(2, "--model.options.num-layers INT"):
         parse_arguments(ConfigArguments, [str(EXAMPLE), "--model.num-layers", "3"], prog="train")
-    assert "--model.options.num-layers INT" in capsys.readouterr().err
 
 
 PLAIN = """
@@ -666,15 +661,12 @@ def plain(tmp_path_factory):
 
 @pytest.mark.seconds
 def test_a_model_that_joins_rows_is_the_same_on_a_mesh(tmp_path, plain):
-    shape = MeshConfig(data=2, fsdp=2)
-    sizes = {"global_batch_size": 16, "num_microbatches": 2}
-    config = own_config(tmp_path, model=plain("joined"), optimizer=ADAMW, mesh=shape, **sizes)
-    tokens = np.random.default_rng(0).integers(0, 257, (2, 8, 17)).astype(np.int32)
+    sizes = {"global_batch_size": 16, "num_microbatches": 2, "optimizer": ADAMW}
     losses = []
-    for mesh in (one_device(), sharding.make_mesh(shape, jax.devices()[:4])):
-        step = make_train_step(config, Parameters(config.model, mesh))
-        state, _ = step(init_train_state(config, step.parameters), batch_of(step, tokens))
-        losses.append(float(step(state, batch_of(step, tokens))[1]["train/loss"]))
+    for mesh in (MeshConfig(), MeshConfig(data=2, fsdp=2)):
+        step, state = first_state(own_config(tmp_path, model=plain("joined"), mesh=mesh, **sizes))
+        state, _ = step(state, random_batch(step))
+        losses.append(float(step(state, random_batch(step))[1]["train/loss"]))
     assert losses[1] == pytest.approx(losses[0], rel=2e-6)
 
 
@@ -749,7 +741,7 @@ def test_a_convolution_in_groups_is_a_vector(plain):
 )
 def test_wrong_modules_are_refused_in_one_line(plain, name, changes, named):
     model = dataclasses.replace(plain(name), **changes)
-    parameters = Parameters(model, one_device())
+    parameters = Parameters(model, mesh_of())
     with refused(ValueError, *named) as error:
         check_model(parameters)
     assert "\n" not in in_words(error.value)
@@ -757,7 +749,7 @@ def test_wrong_modules_are_refused_in_one_line(plain, name, changes, named):
 
 def test_a_soft_cap_holds_for_logits_and_loss(plain):
     model = plain("soft_cap")
-    check_model(Parameters(model, one_device()))
+    check_model(Parameters(model, mesh_of()))
     params = jax.tree.map(lambda leaf: 10 * leaf, init_params(model, 0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 9)))
     logits = make_model(model, params)(tokens[:, :-1])
@@ -785,7 +777,7 @@ def test_wrong_runs_are_refused_before_anything_is_written(tmp_path, plain, name
 
 
 def test_a_mesh_that_does_not_divide_an_axis_is_refused(plain):
-    mesh = sharding.make_mesh(MeshConfig(data=1, fsdp=1, tensor=2), jax.devices()[:2])
+    mesh = mesh_of(data=1, fsdp=1, tensor=2)
     with refused(ValueError, "mesh.tensor=2", "vocab", "table", "[257, 8]"):
         check_model(Parameters(plain("make"), mesh))
 

@@ -9,23 +9,22 @@ import jax
 import numpy as np
 import pytest
 from refusals import refused
-from tiny import MODEL, batch_of, first_difference, series, short_config
+from tiny import MODEL, first_difference, first_state, random_batch, series, short_config
+from trees import mesh_of
 
 from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
     AdamWConfig,
     CheckpointConfig,
-    MeshConfig,
     OptaxConfig,
     ScheduleConfig,
 )
 from maxmars.config.errors import in_words
 from maxmars.config.user_code import Source
-from maxmars.distributed import sharding
 from maxmars.model.parameters import Parameters
 from maxmars.train import train
 from maxmars.train.optimizer import check_optimizer
-from maxmars.train.step import init_train_state, make_train_step
+from maxmars.train.step import init_train_state
 
 EXAMPLE = Path(__file__).parents[2] / "tools" / "examples" / "own_optimizer.py"
 SOURCE = """
@@ -149,7 +148,7 @@ def test_a_matrix_of_zeros_is_refused_under_hyperball(source, tmp_path):
     config = short_config(
         tmp_path / "tokens", optimizer=OptaxConfig(make=f"{source}:muonh", learning_rate=1e-2)
     )
-    parameters = Parameters(config.model, sharding.make_mesh(MeshConfig(fsdp=4)))
+    parameters = Parameters(config.model, mesh_of(fsdp=4))
     params = init_train_state(config, parameters).params
     params["h"]["mlp"]["c_fc"]["kernel"] = params["h"]["mlp"]["c_fc"]["kernel"].at[2].set(0)
     with refused(ValueError, "h.mlp.c_fc.kernel", "2"):
@@ -160,14 +159,11 @@ def test_a_matrix_of_zeros_is_refused_under_hyperball(source, tmp_path):
 def test_a_state_made_of_the_parameters_begins_with_those_of_the_run(source, tmp_path):
     optimizer = OptaxConfig(make=f"{source}:keeping", learning_rate=1e-3)
     config = short_config(tmp_path / "tokens", optimizer=optimizer)
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    parameters = Parameters(config.model, mesh)
-    step = make_train_step(config, parameters)
-    params = jax.tree.map(lambda x: x + 1, init_train_state(config, parameters).params)
-    state = init_train_state(config, parameters, {"params": params})
+    step, state = first_state(config)
+    params = jax.tree.map(lambda x: x + 1, state.params)
+    state = init_train_state(config, step.parameters, {"params": params})
     jax.tree.map(np.testing.assert_array_equal, state.opt_state, state.params)
-    tokens = np.zeros(step.abstract_batch["tokens"].shape, np.int32)
-    state, metrics = step(state, batch_of(step, tokens))  # donates every array once
+    state, metrics = step(state, random_batch(step))  # donates every array once
     assert metrics["train/skipped"] == 0
 
 
@@ -236,8 +232,7 @@ def test_the_example_is_a_config_whose_options_change_on_the_command_line():
     assert config.optimizer == OptaxConfig(
         make=f"{EXAMPLE}:mars_nadam", options=options, learning_rate=1e-3
     )
-    mesh = sharding.make_mesh(MeshConfig(), jax.devices()[:1])
-    check_optimizer(config.optimizer, Parameters(MODEL, mesh))
+    check_optimizer(config.optimizer, Parameters(MODEL, mesh_of()))
 
 
 DEFAULTS = """
@@ -330,7 +325,7 @@ def test_wrong_functions_are_refused_before_anything_is_written(
 )
 def test_what_is_allowed_is_none_of_these(source, make):
     own = OptaxConfig(make=f"{source}:{make}", learning_rate=0.1)
-    check_optimizer(own, Parameters(MODEL, sharding.make_mesh(MeshConfig(), jax.devices()[:1])))
+    check_optimizer(own, Parameters(MODEL, mesh_of()))
 
 
 @pytest.mark.seconds

@@ -10,7 +10,7 @@ import pytest
 from gpt2_reference import Reference
 from jax.sharding import PartitionSpec as P
 from test_resume_every_optimizer import OPTIMIZERS as ALL_OPTIMIZERS
-from tiny import ADAMW, MODEL, batch_of, sophia, tiny_config
+from tiny import ADAMW, MODEL, batch_of, first_state, parameters_of, sophia, tiny_config
 
 from maxmars.config import (
     GuardConfig,
@@ -45,11 +45,6 @@ MESHES = {
 ONE = MeshConfig()
 
 
-def mesh_of(config):
-    count = (config.data or 1) * (config.fsdp or 1) * config.tensor
-    return sharding.make_mesh(config, jax.devices()[:count])
-
-
 def batches(config, steps, seed=0):
     shape = (config.num_microbatches, config.microbatch_size, config.model.max_seq_len + 1)
     rng = np.random.default_rng(seed)
@@ -72,16 +67,16 @@ def once(make):
 @once
 def step_of(config):
     """The config's step on its mesh, traced once for all tests."""
-    return make_train_step(config, Parameters(config.model, mesh_of(config.mesh)))
+    return make_train_step(config, parameters_of(config))
 
 
 @once
 def initializer_of(config):
-    return make_initializer(config, Parameters(config.model, mesh_of(config.mesh)))
+    return make_initializer(config, parameters_of(config))
 
 
 def new_state(config):
-    hyperparams = make_hyperparams(config, Parameters(config.model, mesh_of(config.mesh)))
+    hyperparams = make_hyperparams(config, parameters_of(config))
     return TrainState(**initializer_of(config)(np.uint32(config.seed), hyperparams))
 
 
@@ -105,7 +100,7 @@ def losses(history):
 
 def run_reference(reference, name, dtype, steps):
     config = reference.train_config(name, dtype)
-    step = make_train_step(config, Parameters(config.model, mesh_of(ONE)))
+    step = make_train_step(config, parameters_of(config))
     params = jax.tree.map(
         lambda ours, theirs: jax.device_put(theirs.astype(ours.dtype), ours.sharding),
         step.abstract_state.params,
@@ -257,8 +252,7 @@ def test_initial_values_are_the_same_on_every_mesh():
 def test_initialisation_never_holds_the_whole_model_on_one_device():
     config = tiny_config(mesh=MeshConfig(fsdp=8))
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, embed_dim=256))
-    mesh = mesh_of(config.mesh)
-    parameters = Parameters(config.model, mesh)
+    parameters = parameters_of(config)
     abstract = abstract_train_state(config, parameters)
     initialize = make_initializer(config, parameters)
     hyperparams = make_hyperparams(config, parameters)
@@ -275,7 +269,7 @@ def test_programs_are_the_same_for_all_seeds_and_learning_rates():
     def programs(seed, learning_rate):
         optimizer = MarsConfig(variant="m", exact=True, learning_rate=learning_rate)
         config = tiny_config(optimizer=optimizer, seed=seed)
-        parameters = Parameters(config.model, mesh_of(ONE))
+        parameters = parameters_of(config)
         hyperparams = make_hyperparams(config, parameters)
         assert float(hyperparams["learning_rate"]) == np.float32(learning_rate)
         initial = make_initializer(config, parameters).lower(np.uint32(seed), hyperparams)
@@ -296,7 +290,10 @@ def test_state_carries_the_parameters_shardings_and_keeps_them():
         assert tree["h"]["attn"]["c_attn"]["kernel"].sharding.spec == spec
         assert tree["wte"]["embedding"].sharding.spec == P("tensor", "fsdp")
     abstract = step_of(config).abstract_state
-    jax.tree.map(lambda a, s: s.sharding.is_equivalent_to(a.sharding, a.ndim), abstract, state)
+    stay = jax.tree.map(
+        lambda a, s: s.sharding.is_equivalent_to(a.sharding, a.ndim), abstract, state
+    )
+    assert jax.tree.all(stay)
     assert kernel.addressable_shards[0].data.size == kernel.size // 4
 
 
@@ -346,7 +343,7 @@ def test_more_layers_do_not_make_a_larger_program():
         model = dataclasses.replace(MODEL, num_layers=num_layers)
         optimizer = ALL_OPTIMIZERS["mars shampoo"]
         config = tiny_config(optimizer=optimizer, mesh=MESHES["1,8,1"], model=model)
-        step = make_train_step(config, Parameters(config.model, sharding.make_mesh(config.mesh)))
+        step = make_train_step(config, parameters_of(config))
         return step.lower().as_text().count("\n")
 
     assert size(48) <= size(8)  # smaller where every device owns the same number of matrices
@@ -356,13 +353,13 @@ def test_a_step_of_more_than_2_to_the_31_parameters_is_traced():
     config = load_config("gpt2:size=13b,optimizer=mars_shampoo")
     model = dataclasses.replace(config.model, remat="full", compute_dtype="bfloat16")
     config = dataclasses.replace(config, model=model, num_microbatches=1, mesh=MeshConfig(fsdp=8))
-    make_train_step(config, Parameters(config.model, sharding.make_mesh(config.mesh))).lower()
+    make_train_step(config, parameters_of(config)).lower()
 
 
 def test_without_norms_the_step_reports_none():
     for norms in (True, False):
         config = tiny_config(log=LogConfig(norms=norms))
-        step = make_train_step(config, Parameters(config.model, mesh_of(ONE)))
+        step = make_train_step(config, parameters_of(config))
         _, metrics = step.trace().out_info
         assert ("train/norms" in metrics) is norms
 
@@ -418,8 +415,7 @@ def test_every_gradient_that_the_update_is_made_of_is_guarded(tmp_path, name):
     (tmp_path / "own.py").write_text(CERTAIN)
     model = ModuleConfig(make=f"{tmp_path / 'own.py'}:make", vocab_size=17, max_seq_len=4)
     config = tiny_config(model=model, optimizer=OPTIMIZERS[name], num_microbatches=1)
-    parameters = Parameters(config.model, mesh_of(ONE))
-    step, state = make_train_step(config, parameters), init_train_state(config, parameters)
+    step, state = first_state(config)
     tokens = np.zeros((1, 16, 5), np.int32)
     state, history = run(config, [tokens] * 3, step, state)
     assert all(m["train/skip_reason"] == m["train/skipped"] == 0 for m in history)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from etils import epath
 from refusals import refused
-from tiny import ADAMW, MODEL, tiny_config, values_of
+from tiny import ADAMW, MODEL, audited, tiny_config, values_of
 from token_directories import write_nanogpt, write_shards
 
 from maxmars.checkpoint import load, read
@@ -31,7 +31,6 @@ from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed.sharding import make_mesh
 from maxmars.model.parameters import Parameters
 from maxmars.train import TrainResult, train
-from maxmars.train.audit import audit
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import COMPONENTS
 
@@ -176,9 +175,9 @@ def test_a_run_continues_on_another_mesh(finished, tmp_path, capsys):
     other = tiny_config(schedule=schedule, mesh=MeshConfig(fsdp=8), num_microbatches=None)
     train(other, tmp_path)
     assert "fsdp=8 tensor=1, num_microbatches 2 -> 1; the loss" in capsys.readouterr().out
-    audited = audit(tmp_path, log=lambda text: None)
-    assert audited.verdict == "one trajectory up to rounding"
-    (change,) = audited.changes
+    found = audited(tmp_path)
+    assert found.verdict == "one trajectory up to rounding"
+    (change,) = found.changes
     assert change.startswith("at step 4: mesh {'data': 1, ")
     assert change.endswith("num_microbatches 2 -> 1")
     ours, expected = values_of(tmp_path, "train/loss"), values_of(finished, "train/loss")

@@ -8,6 +8,7 @@ import time
 
 import numpy as np
 import pytest
+from refusals import stopped
 from running import finish, finish_well, start, train_here, wait_for_steps, write_config
 from tiny import values_of
 from token_directories import write_shards
@@ -119,7 +120,7 @@ def test_eval_finds_what_the_loop_found(folder, finished, tmp_path, capsys):
 
 
 @pytest.mark.seconds
-def test_eval_needs_only_what_it_scores(folder, finished, tmp_path, capsys):
+def test_eval_needs_only_what_it_scores(folder, finished, tmp_path):
     lost, alone = tmp_path / "lost", tmp_path / "alone"
     shutil.copytree(finished, lost)
     shutil.rmtree(lost / "sources" / "eval")
@@ -132,9 +133,8 @@ def test_eval_needs_only_what_it_scores(folder, finished, tmp_path, capsys):
         # As many windows as in training.
         loss = evaluations(finished)[6, "eval/mine/loss"]
         assert scores["loss"] == pytest.approx(loss, abs=1e-6)
-    with pytest.raises(SystemExit):
+    with stopped(1, "own.py"):
         main(["eval", str(lost), "--tasks", "loss", "--num-processes", "1"])
-    assert "own.py" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,8 @@ def test_a_changed_set_is_refused_and_another_name_is_not(folder, tmp_path):
     text.write_text("two " * 100)
     # A session without evaluations keeps the digest.
     train_here(folder, tmp_path / "run", "--num-steps", 2, "--eval.data", text, *NEVER)
-    with pytest.raises(SystemExit) as end:
+    with stopped(1):
         train_here(folder, tmp_path / "run", "--num-steps", 3, "--eval.data", text)
-    assert end.value.code == 1
     train_here(folder, tmp_path / "run", "--num-steps", 3, "--eval.data", f"other={text}")
     # The step that it went on from lacked this one.
     assert values_of(tmp_path / "run", "eval/other/loss").keys() == {2, 3}
@@ -210,7 +209,7 @@ def test_the_best_by_a_set(folder, tmp_path):
     main(["audit", str(tmp_path / "run")])
 
 
-def test_data_without_a_validation_split_of_their_own(folder, tmp_path, capsys):
+def test_data_without_a_validation_split_of_their_own(folder, tmp_path):
     write_shards(tmp_path / "all", np.arange(900) % 200, vocab_size=257)
     config = tmp_path / "config.py"
     config.write_text(
@@ -219,10 +218,8 @@ def test_data_without_a_validation_split_of_their_own(folder, tmp_path, capsys):
         .replace("tiny_config(", f"tiny_config(data=TokenShardsConfig(path='{tmp_path / 'all'}'), ")
     )
     options = ["--num-steps", 1, "--eval.data", folder / "prose.txt"]
-    with pytest.raises(SystemExit) as end:
+    with stopped(1, "keep_best_of"):
         train_here(tmp_path, "run", *options, "--checkpoint.keep-best", 1)
-    assert end.value.code == 1
-    assert "keep_best_of" in capsys.readouterr().err
     train_here(tmp_path, "run", *options)
     assert "`val`" in (tmp_path / "run" / "logs" / "host_000.log").read_text()
     assert {key for _, key in evaluations(tmp_path / "run")} == {
@@ -245,15 +242,12 @@ def test_data_without_a_validation_split_of_their_own(folder, tmp_path, capsys):
         ("--checkpoint.keep-best 1 --checkpoint.keep-best-of prose --eval.data mine", 2, "prose"),
     ],
 )
-def test_wrong_use(folder, tmp_path, monkeypatch, capsys, options, code, named):
+def test_wrong_use(folder, tmp_path, monkeypatch, options, code, named):
     monkeypatch.chdir(folder)
     (folder / "short.txt").write_text("hi")
     small = np.arange(100)
     if not (folder / "gpt2").exists():
         write_shards(folder / "gpt2", small, small, vocab_size=257, tokenizer="gpt2")
-    with pytest.raises(SystemExit) as end:
+    with stopped(code, named):
         train_here(folder, tmp_path / "run", *options.split())
-    assert end.value.code == code
-    told = capsys.readouterr().err
-    assert named in told
     assert not (tmp_path / "run" / "config.json").exists()
