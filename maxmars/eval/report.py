@@ -71,7 +71,7 @@ class Report:
             return
         write_json(path, self.fields)
         for scores, suffix in zip(self.scores, ("", ".against"), strict=False):
-            if scores:
+            if scores:  # without HellaSwag they are empty
                 file = path.with_name(f"{path.stem}{suffix}.hellaswag.jsonl")
                 write_scores(file, self.questions, scores)
 
@@ -111,7 +111,7 @@ class Report:
                 data, _, loss = name.rpartition("/")
                 table.add_row(f"{data} {loss.replace('_', ' ')}".strip(), *texts)
         for function, numbers in first.get("own", {}).items():
-            for name in numbers:
+            for name in numbers:  # the second model's function may return other names
                 own_metrics = [model["own"][function].get(name) for model in models]
                 values = ["" if value is None else f"{float(value):.4g}" for value in own_metrics]
                 if name in difference.get("own", {}).get(function, {}):
@@ -310,6 +310,7 @@ def _loss(
     split: DataSplit,
     progress: Callable[[int, int], None],
 ) -> ValidationLoss:
+    # Only data of the user's own may leave the tokenizer open.
     is_own = all(isinstance(part, OwnWindows) for part in split.parts)
     is_undeclared = is_own and split.vocabulary.tokenizer == UNKNOWN_TOKENIZER
     if not is_undeclared and (problem := difference(model.tokenizer, split.vocabulary)):

@@ -409,7 +409,7 @@ def _write_directory(
     num_bytes, notes, tokenizer = model.num_bytes(dtype), [], None
     try:
         tokenizer = target.tokenizer(config)
-    except EXTERNAL_ERRORS as error:
+    except EXTERNAL_ERRORS as error:  # the weights are of use without it
         notes.append(f"Tokenizer files were not written: {in_words(error)}")
     files = huggingface.write_model(
         directory,
@@ -421,7 +421,7 @@ def _write_directory(
     if tokenizer is not None:
         tokenizers.save(tokenizer, directory, max_seq_len=config.max_seq_len)
     num_parameters = sum(map(math.prod, model.shapes.values()))
-    if isinstance(config, GPT2Config):  # biases of zeros are none
+    if isinstance(config, GPT2Config):  # without the biases of zeros that an export may add
         num_parameters = Parameters(dataclasses.replace(config, vocab_pad_multiple=1)).count
     return Exported(
         name=target.name(checkpoint),

@@ -211,7 +211,7 @@ def _sums(operations: Iterable[Operation]) -> dict[str, Any]:
 
 _SECONDS = ("seconds", "at_memory_rate_seconds", "compute_bound_seconds")
 _CUBLAS = 'custom_call_target="__cublas'
-_FREE = (
+_FREE = (  # which move no data
     *("get-tuple-element", "constant", "parameter", "tuple", "bitcast"),
     *("partition-id", "after-all", "opt-barrier"),
 )
@@ -266,11 +266,13 @@ class _Walk:
         elif i.opcode == "conditional":
             keys = ("branch_computations", "true_computation", "false_computation")
             branches = [list(self.operations(frame.enter(i, name))) for name in i.called(*keys)]
+            # The slowest branch: a plan must hold for each step.
             yield from max(branches, key=lambda branch: sum(o.seconds for o in branch))
         elif base in _MOVES and is_async:
             is_update = base == "dynamic-update-slice"
-            ends = [frame.operand(i, 1).shape] if is_update else tuple_elements(i.shape)[:2]
-            size = float(min(map(shape_bytes, ends)))
+            # From and to: of a slice the smaller one moves, of an update the update.
+            shapes = [frame.operand(i, 1).shape] if is_update else tuple_elements(i.shape)[:2]
+            size = float(min(map(shape_bytes, shapes)))
             transfers.start(i.name, "memory", now, self._memory_s(size))
         elif i.opcode.endswith("-done") or "async-collective-done" in i.name:
             # A fusion has its start's name; other instructions have the start as their operand.
@@ -286,8 +288,8 @@ class _Walk:
             else:
                 yield _operation(COLLECTIVES, i, seconds, seconds)
         else:
-            inside = [frame.enter(i, name) for name in i.called("calls")]
-            seconds = self._links_s(c for f in inside for c in find_collectives(f, self.mesh, seen))
+            frames = [frame.enter(i, name) for name in i.called("calls")]
+            seconds = self._links_s(c for f in frames for c in find_collectives(f, self.mesh, seen))
             if "async-collective-start" in i.name:
                 transfers.start(i.name, "links", now, seconds)
                 return
@@ -319,8 +321,8 @@ class _Walk:
         bound_s = sum(_product_flops(*p) for p in products) / self.chip.peak_flops
         estimate = re.search(r'"estimated_cycles":"(\d+)"', i.rest)
         if not self.chip.is_tpu:
-            slower = max((_times_slower(*p) for p in products), default=1)
-            seconds = max(slower * bound_s / PRODUCTS_SHARE, memory_s)
+            slowdown = max((_slowdown(*p) for p in products), default=1)
+            seconds = max(slowdown * bound_s / PRODUCTS_SHARE, memory_s)
         elif estimate:
             seconds = self._cycles_s(float(estimate[1]))
         else:
@@ -531,7 +533,7 @@ def _products(frame: Frame, i: Instruction) -> Iterator[tuple[Frame, Instruction
                 yield from _products(inside, instruction)
 
 
-def _times_slower(frame: Frame, i: Instruction) -> int:
+def _slowdown(frame: Frame, i: Instruction) -> int:
     """Time of a product on a GPU over that of the same product in bfloat16."""
     if not frame.operand(i, 0).shape.startswith("f32"):
         return 1

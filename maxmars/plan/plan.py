@@ -309,8 +309,11 @@ def make_plan(
         hardware=step.flops.total(),
         optimizer=step.flops["optimizer"],
     )
+    # Norms and the like may be merged across phases; large ones would make the phases' bytes wrong.
     mixed = [c.bytes // c.count for c in step.collectives if c.count and c.phase == "mixed"]
-    evaluates = evaluate and config.eval.every is not None
+    eval_step = None
+    if evaluate and config.eval.every is not None:
+        eval_step = compile_eval_step(config, step.state.params, mesh, topology)
     return Plan(
         config=config,
         topology=topology,
@@ -323,9 +326,7 @@ def make_plan(
         flops=flops,
         price=price,
         train_step=step,
-        eval_step=compile_eval_step(config, step.state.params, mesh, topology)
-        if evaluates
-        else None,
+        eval_step=eval_step,
         fits=fits,
         less_memory=() if fits else tuple(less_memory(config, parameters)),
         messages=tuple(messages),
@@ -377,7 +378,7 @@ def _exchange(optimizer: OptimizerConfig, parameters: Parameters) -> tuple[Matri
         return ()
     matrices, specs = map(list, zip(*orthogonalized, strict=True))
     mesh = parameters.mesh
-    axes = mesh.axis_names if optimizer.own_over_data else None
+    axes = mesh.axis_names if optimizer.own_over_data else None  # None: fsdp and tensor
     return orthogonalization_groups(matrices, specs, mesh=mesh, ownership_axes=axes)
 
 
@@ -428,6 +429,7 @@ def _print_clock(plan: Plan) -> None:
     clock = plan.train_step.clock
     if clock is None:
         return
+    # Only a TPU's clock has a second figure, at the memory's rate.
     is_tpu, total = plan.at_memory_rate_seconds is not None, clock.seconds
 
     def row(seconds: float, at_memory_rate: float | None = None) -> list[str]:
@@ -490,7 +492,7 @@ def _traffic_table(plan: Plan) -> Table:
         *(Column(name, no_wrap=name != "mesh axes") for name in names),
         *map(_right, ("count", "MB", "MB sent")),
     )
-    table.collapse_padding, table.pad_edge = True, False
+    table.collapse_padding, table.pad_edge = True, False  # seven columns
     for row in plan.collectives:
         axes = "?" if row.axes is None else " ".join(row.axes) or "-"
         numbers = (str(row.count), _mb(row.bytes), _mb(row.wire_bytes))
@@ -504,6 +506,7 @@ def _number_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "matrix products that run, TFLOP", f"{flops.hardware / 1e12:,.4g}"
     yield "of these the optimizer's", f"{flops.optimizer / 1e12:,.4g}"
     if plan.topology.chip is not None:
+        # Without a clock the compute bound stands in, which makes the MFU an upper bound.
         at_memory_rate, known = plan.at_memory_rate_seconds, plan.train_step.clock is not None
         name = "a step by the clock below, s" if known else "compute bound of a step, s"
         yield name, f"{plan.step_seconds:.4f}"
