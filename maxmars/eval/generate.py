@@ -38,7 +38,6 @@ from maxmars.model.parameters import Parameters
 
 MAX_CHUNK = 16  # most tokens of a row that the device draws before the host sees them
 INTERACTIVE_CHUNK = 4  # the same where somebody reads the text as it comes
-_SMALLEST_BUCKET = 16
 
 Tokens = Integer[np.ndarray, " _"]
 End = Literal["end_of_text", "length", "is_complete"]
@@ -261,7 +260,7 @@ def bucket_length(length: int, longest: int) -> int:
 
     These are few, as each takes a program of its own, and padding adds half a length at most.
     """
-    bucket = _SMALLEST_BUCKET
+    bucket = 16
     while bucket < length:
         # 16, 24 = 16 * 3 / 2, 32 = 24 * 4 / 3, 48, 64, ...
         is_power_of_2 = bucket & (bucket - 1) == 0

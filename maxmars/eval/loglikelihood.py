@@ -234,8 +234,7 @@ class LogLikelihoods:
                 progress(num_done, len(packed.rows))
 
         for shards, length in self._batches(packed.rows):
-            # A device's predictors and targets are one list, padded to whole chunks; the loop over
-            # chunks ends at the last target.
+            # The loop over chunks ends at the last target of the device that has most.
             num_targets = max(sum(len(row.targets) for row in shard) for shard in shards)
             num_chunks = np.int32(-(-num_targets // self._chunk_size(len(shards[0]) * length)))
             arrays = self._on_devices(shards, length)

@@ -53,9 +53,8 @@ class TrainedModel:
 
     config: ModelConfig
     params: Any
-    """Nested dict of arrays, on the mesh, in the shardings of training. Where a run evaluates other
-    parameters than it trains (the EMA with `ema_decay`, or those that its optimizer names), these
-    are the evaluated ones."""
+    """Nested dict of arrays, on the mesh, in the shardings of training: the evaluated parameters,
+    where a run trains others (with `ema_decay`, or by its optimizer)."""
     tokenizer: Tokenizer
     mesh: Mesh
     name: str
@@ -347,7 +346,7 @@ class Exported:
     num_files: int
     """Number of files with weights."""
     notes: list[str]
-    """What the export lacks, in sentences."""
+    """Sentences about parts that the export lacks."""
     config: ModelConfig
     dtype: huggingface.Dtype
     """Dtype of the weights."""

@@ -403,23 +403,19 @@ def _kind(frame: Frame, i: Instruction, *, has_products: bool) -> str:
 def _is_beside_attention(frame: Frame, i: Instruction) -> bool:
     """Whether the result goes into a kernel of attention, or an operand comes from one."""
     by_name, users = frame.computation.instructions, frame.computation.users
-
-    def reaches_kernel(
-        neighbours: Iterable[Instruction], step: Callable[[Instruction], Iterable[Instruction]]
-    ) -> bool:
-        return any(
-            re.search(r'"(tpu_custom_call|__cudnn\$fmha)', x.rest)
-            or (x.opcode in ("bitcast", "get-tuple-element") and reaches_kernel(step(x), step))
-            for x in neighbours
-        )
-
-    def operands(x: Instruction) -> list[Instruction]:
-        return [by_name[name] for name in x.operands]
-
-    def results(x: Instruction) -> list[Instruction]:
-        return users[x.name]
-
-    return reaches_kernel(operands(i), operands) or reaches_kernel(results(i), results)
+    directions: tuple[Callable[[Instruction], list[Instruction]], ...] = (
+        lambda x: [by_name[name] for name in x.operands],
+        lambda x: [*users[x.name]],
+    )
+    for neighbours in directions:
+        todo = neighbours(i)
+        while todo:
+            x = todo.pop()
+            if re.search(r'"(tpu_custom_call|__cudnn\$fmha)', x.rest):
+                return True
+            if x.opcode in ("bitcast", "get-tuple-element"):  # views of an array
+                todo += neighbours(x)
+    return False
 
 
 def _only_casts(frame: Frame, i: Instruction) -> bool:

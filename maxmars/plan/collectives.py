@@ -87,7 +87,7 @@ def collectives(
     """List the collectives of a compiled program, in the order of its text.
 
     An asynchronous pair counts once, and a conditional as its branch that moves the most bytes.
-    Bytes are those of the logical shape, without padding to tiles.
+    Bytes are counted by the logical shape, without padding to tiles.
 
     Args:
       program: a `jax.stages.Compiled`, or its `as_text()`.
@@ -225,7 +225,7 @@ def _parse_exchange_between_slices(frame: Frame, send: Instruction) -> Collectiv
     match = re.search(r'_xla_megascale_transfer_type="(\w+)"', attributes)
     op = match[1].lower().replace("_", "-") if match else "collective-permute"
     size = shape_bytes(tuple_elements(send.shape)[0])
-    # A send has no path of its own; its scopes are those of the instructions that made its operand.
+    # A send has no path of its own, so the instructions that made its operand give the scopes.
     scopes = _nearest_scopes(frame, frame.operand(send, 0), "operands")
     if not scopes and frame.outer is not None:
         scopes = _scopes(*frame.outer)

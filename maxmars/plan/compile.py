@@ -270,9 +270,9 @@ def soap_exchanged_bytes(opt_state: Any) -> int:
 def matmul_flops(jaxpr: Any) -> Counter[str]:
     """FLOPs of a program's matrix products, summed over all devices, by the scope around them.
 
-    The products are those of the program as JAX traced it. Unlike a compiler's cost analysis, the
-    count has every iteration of a loop and does not depend on the device. It has the recomputation
-    of the backward pass, which is traced, but no elementwise arithmetic, which is bound by memory.
+    The program is counted as JAX traced it. Unlike a compiler's cost analysis, the count includes
+    every iteration of a loop and does not depend on the device. Recomputation in the backward pass
+    is included, as it is traced; elementwise arithmetic, which is bound by memory, is not.
 
     The scopes are `collectives.SCOPES`; products outside of them count under "". A conditional
     counts as its branch with the most FLOPs, a loop of unknown length as one iteration, and a
@@ -284,8 +284,8 @@ def matmul_flops(jaxpr: Any) -> Counter[str]:
     return _count_flops(jaxpr, "", 1)
 
 
-# Products of queries and keys, or of weights and values, in JAX's calls of cuDNN; like those of the
-# plain formula they count without the causal mask. The backward pass computes the logits again.
+# Number of products, such as that of queries and keys, in JAX's calls of cuDNN. As in the plain
+# formula, a causal mask spares none. The backward pass computes the logits again.
 _CUDNN_PRODUCTS = {"dot_product_attention_fwd_wrapper": 2, "dot_product_attention_bwd_wrapper": 5}
 
 
