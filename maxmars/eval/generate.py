@@ -306,7 +306,7 @@ def _draw_rows(
     #   |a longer context of 1|new tokens ...      |
     #
     # A cache has as many slots as the answer can need at most, so that one program serves all
-    # of it. Where the context is full, it is cut to half of the longest and computed again into a
+    # of it. Where the context is full, it is cut to half of `max_seq_len` and computed again into a
     # new cache; `prompt_slots` then gives the program the same shape at each such cut.
     mesh, config, max_seq_len = model.mesh, model.config, model.config.max_seq_len
     num_prompt = max(len(row.context) for row in rows)
