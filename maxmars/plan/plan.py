@@ -112,8 +112,6 @@ class Plan:
     memory: ChipMemory
     collectives: tuple[Traffic, ...]
     """Collectives of one train step."""
-    largest_mixed_bytes: int
-    """Bytes of one execution of the largest `mixed` collective."""
     exchange: tuple[MatrixGroup, ...]
     """Equal matrices that go to their owners together; empty without orthogonalisation."""
     flops: Flops
@@ -206,7 +204,6 @@ class Plan:
             "num_parameters": self.num_parameters,
             "memory": dataclasses.asdict(self.memory),
             "collectives": [dataclasses.asdict(row) for row in self.collectives],
-            "largest_mixed_bytes": self.largest_mixed_bytes,
             "orthogonalization": None
             if not exchange
             else {
@@ -309,8 +306,6 @@ def make_plan(
         hardware=step.flops.total(),
         optimizer=step.flops["optimizer"],
     )
-    # Norms and the like may be merged across phases; large ones would make the phases' bytes wrong.
-    mixed = [c.bytes // c.count for c in step.collectives if c.count and c.phase == "mixed"]
     eval_step = None
     if evaluate and config.eval.every is not None:
         eval_step = compile_eval_step(config, step.state.params, mesh, topology)
@@ -321,7 +316,6 @@ def make_plan(
         num_parameters=parameters.count,
         memory=memory,
         collectives=rows,
-        largest_mixed_bytes=max(mixed, default=0),
         exchange=_exchange(config.optimizer, parameters),
         flops=flops,
         price=price,
