@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from running import finish, start_python
+from running import finish_well, start_python
 
 MEASURE = """
 import re, sys
@@ -48,8 +48,7 @@ for name, rows in (("small", 8), ("large", 32)):
 @pytest.mark.slow
 def test_copies_of_a_state(tmp_path):
     program = MEASURE.format(here=str(Path(__file__).parent))
-    code, output = finish(start_python(tmp_path, "-c", program, tmp_path, devices=8))
-    assert code == 0, output
+    (output,) = finish_well([start_python(tmp_path, "-c", program, tmp_path, devices=8)])
     last = [line for line in output.splitlines() if line.startswith("FOUND")][-1]
     size, saving, reading = map(float, last.split()[1:])
     assert size == 134_217_728

@@ -1,7 +1,7 @@
 """What text and tokens take of a host's memory: pieces of a file, never the file."""
 
 import pytest
-from running import finish, start_python
+from running import finish_well, start_python
 
 MEGABYTE = 1_000_000
 MEASURE = '''
@@ -55,8 +55,7 @@ def test_neither_preparing_nor_reading_takes_the_memory_of_a_file(tmp_path):
     table = pyarrow.table({"text": [f"{i}" * MEGABYTE for i in range(10)] * 25})
     options = {"compression": "zstd", "use_dictionary": False, "write_batch_size": 1}
     parquet.write_table(table, tmp_path / "a.parquet", **options)  # in one group of rows
-    code, output = finish(start_python(tmp_path, "-c", PREPARE, tmp_path))
-    assert code == 0, output
+    (output,) = finish_well([start_python(tmp_path, "-c", PREPARE, tmp_path)])
     printed = [line for line in output.splitlines() if line.startswith("PRINTED ")]
     prepared, read, size, of_rows = [int(line.split()[1]) for line in printed]
     # Measured: 15 MB; and less than 0.1 MB, of 270 MB of tokens.

@@ -18,9 +18,8 @@ from running import (
     train_here,
     write_config,
 )
+from tiny import audited
 from token_directories import write_shards
-
-from maxmars.train.audit import audit
 
 pytestmark = pytest.mark.multiprocess
 
@@ -133,9 +132,9 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys
     assert "continuing from step 2" in capsys.readouterr().out
     assert_same_losses(folder / "one", two)
     assert len(records(two)) == 4 + 3
-    audited = audit(two, log=lambda text: None)
-    assert audited.verdict == "one trajectory up to rounding"
-    assert audited.changes == ["at step 2: num_processes 2 -> 1"]
+    found = audited(two)
+    assert found.verdict == "one trajectory up to rounding"
+    assert found.changes == ["at step 2: num_processes 2 -> 1"]
 
 
 def returned_by(program: Path, count: int, devices: int) -> list[Any]:

@@ -18,11 +18,10 @@ from running import (
     wait_until,
     write_config,
 )
-from tiny import first_difference
+from tiny import audited, first_difference
 
 from maxmars.checkpoint import list_steps, read
 from maxmars.distributed.exits import EXIT_CODE
-from maxmars.train.audit import audit
 from maxmars.train.rewind import rewind
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
@@ -105,6 +104,6 @@ def test_what_three_have_saved_two_continue(folder, undisturbed):
     rewind(run, 8)
     finish_well(start_together(folder, run.name, 2))
     assert_same_losses(undisturbed, run)
-    audited = audit(run, log=lambda text: None)
-    assert audited.verdict == "one trajectory up to rounding"
-    assert "num_processes 3 -> 2" in audited.changes[0]
+    found = audited(run)
+    assert found.verdict == "one trajectory up to rounding"
+    assert "num_processes 3 -> 2" in found.changes[0]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from etils import epath
-from running import environment, free_port
+from running import environment, free_port, run_python
 
 from maxmars.checkpoint.lock import acquire
 
@@ -27,15 +27,9 @@ def cache(tmp_path_factory):
 @pytest.fixture(scope="module")
 def shortages(tmp_path_factory, cache):
     """What one process reports of each shortage."""
-    result = subprocess.run(
-        [sys.executable, str(WORKER), "run_out_of", str(tmp_path_factory.mktemp("shortages"))],
-        env=environment(cache),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    reports = map(json.loads, result.stdout.splitlines()[-2:])
+    words = [WORKER, "run_out_of", tmp_path_factory.mktemp("shortages")]
+    done = run_python(*words, environment=environment(cache))
+    reports = map(json.loads, done.stdout.splitlines()[-2:])
     return dict(zip(("limit", "descriptors"), reports, strict=True))
 
 

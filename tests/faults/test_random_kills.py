@@ -1,10 +1,9 @@
 """Runs that signals disturb, or that change their mesh, end as undisturbed ones do."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from running import run_python
 
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "faults.py"
 
@@ -12,11 +11,7 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 
 def last_line(*words):
-    result = subprocess.run(
-        [sys.executable, TOOL, *words], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, f"{result.stdout}{result.stderr}"
-    return result.stdout.splitlines()[-1]
+    return run_python(TOOL, *words, timeout_s=None).stdout.splitlines()[-1]
 
 
 def test_random_signals(tmp_path):

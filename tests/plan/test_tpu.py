@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from refusals import refused
+from running import run_python
 from tiny import ADAMW, tiny_config
 
 from maxmars.config import MarsConfig, MeshConfig
@@ -137,13 +138,7 @@ print(make_train_step(config, Parameters(model, mesh)).text())
 
 def test_the_steps_options_reach_the_compiler_of_absent_chips():
     """Without them the products are taken apart. libtpu reads the environment once: a process."""
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE],
-        env=os.environ | {"LIBTPU_INIT_ARGS": ""},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", COMPILE, environment=os.environ | {"LIBTPU_INIT_ARGS": ""})
     assert "ENTRY" in done.stdout
     assert "collective-permute" not in done.stdout
 

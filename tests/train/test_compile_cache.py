@@ -1,12 +1,11 @@
 """Compiled programs beside a run; in processes of their own, since JAX's settings are global."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+from running import run_python
 
 from maxmars.train import compile_cache
 
@@ -33,8 +32,7 @@ print(hits.count("/jax/compilation_cache/cache_hits"))
 def start(workdir, platform, cache=""):
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     environment |= {"MAXMARS_CACHE": str(cache)}
-    command = [sys.executable, "-c", PROGRAM, str(workdir), platform]
-    return int(subprocess.check_output(command, env=environment, text=True))
+    return int(run_python("-c", PROGRAM, workdir, platform, environment=environment).stdout)
 
 
 @pytest.mark.slow

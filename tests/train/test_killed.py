@@ -7,7 +7,7 @@ import re
 
 import jax
 import pytest
-from running import environment, finish, start_python, wait_until
+from running import environment, finish_well, start_python, wait_until
 from tiny import SOPHIA_FILE
 from token_directories import write_tfds
 
@@ -27,8 +27,7 @@ def kill_and_continue(folder, config, options, *, steps, every, environment):
         process.communicate()
     assert every <= list_steps(run / "checkpoints")[-1] < steps
     for command in (train, ["-m", "maxmars", "audit", run, "--replay", steps]):
-        code, output = finish(start_python(folder, *command, variables=environment))
-        assert code == 0, output
+        (output,) = finish_well([start_python(folder, *command, variables=environment)])
     return output
 
 
@@ -73,8 +72,7 @@ def test_from_a_set_of_tfds_to_text(tmp_path, file_format):
     examples = {s: [{"text": f"{s} {i}\n" * 40} for i in range(n)] for s, n in texts.items()}
     write_tfds(tmp_path, examples, {"text": tfds.features.Text()}, file_format=file_format)
     tokens, prepare = tmp_path / "tokens", ["-m", "maxmars", "data", "prepare", "tfds:made_up"]
-    code, output = finish(start_python(tmp_path, *prepare, tokens, "--data-dir", tmp_path))
-    assert code == 0, output
+    (output,) = finish_well([start_python(tmp_path, *prepare, tokens, "--data-dir", tmp_path)])
     assert "tfds:made_up:validation" in output
     options = ["--model.num-layers", 1, "--model.embed-dim", 32, "--model.max-seq-len", 32]
     options += ["--global-batch-size", 4, "--model.scan-unroll", 1, "--schedule.warmup-steps", 2]
@@ -88,8 +86,7 @@ def test_from_a_set_of_tfds_to_text(tmp_path, file_format):
     )
     check(audited, 60)
     generate = ["-m", "maxmars", "generate", tmp_path / "run", "--prompt", "train 1"]
-    code, output = finish(start_python(tmp_path, *generate, "--max-new-tokens", 4))
-    assert code == 0, output
+    (output,) = finish_well([start_python(tmp_path, *generate, "--max-new-tokens", 4)])
     assert "train 1" in output
 
 
