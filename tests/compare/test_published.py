@@ -12,7 +12,8 @@ from maxmars.compare.summary import Outcome, Summary, summarize
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / ".github" / "results"
-SIZES = ("0.3M", "1M")
+SIZES = ("tiny-0.3M", "tiny-1M")
+COMPARISONS = (*SIZES, "matrices-0.3M")
 PAGE = (ROOT / "maxmars" / "compare" / "README.md").read_text()
 NOTES = {"momentum": " (momentum)", "vector_b2": " (vectors)"}
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(not RESULTS.is_dir(), reason="an sdist has no .g
 
 @pytest.fixture(scope="module")
 def summaries() -> dict[str, Summary]:
-    return {size: summarize(RESULTS / f"tiny-{size}") for size in SIZES}
+    return {name: summarize(RESULTS / name) for name in COMPARISONS}
 
 
 def interval(value: Interval, sign: str = "") -> str:
@@ -33,12 +34,14 @@ def p_value(p: float) -> str:
 
 
 def setting(outcome: Outcome) -> str:
-    """Rate, both decays and weight decay, as the tables write them."""
+    """Rate, both decays and weight decay, as far as they were tuned, as the tables write them."""
     config = with_values(outcome.contender.config, dict(outcome.best.setting))
     own = {grid.field for grid in outcome.contender.grids}
     fields = [f for f in ("learning_rate", "b1", "momentum", "b2", "vector_b2") if f in own]
     values = [f"{value_of(config, field):g}{NOTES.get(field, '')}" for field in fields]
-    return ", ".join([*values, f"{value_of(config, 'weight_decay'):.2g}"])
+    if "weight_decay" in own:
+        values.append(f"{value_of(config, 'weight_decay'):.2g}")
+    return ", ".join(values)
 
 
 def row(outcome: Outcome, summary: Summary) -> list[str]:
@@ -53,22 +56,22 @@ def row(outcome: Outcome, summary: Summary) -> list[str]:
     return [f"`{name}`", setting(outcome), interval(best.loss), difference, p, factor]
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_the_table_of_a_size(size, summaries):
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_the_table_of_a_comparison(name, summaries):
     lines = [line for line in PAGE.splitlines() if line.startswith("| `")]
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    for outcome in summaries[size].outcomes:
-        made = row(outcome, summaries[size])
+    for outcome in summaries[name].outcomes:
+        made = row(outcome, summaries[name])
         (cells,) = (cells for cells in shown if cells[:3] == made[:3])
         assert cells[: len(made)] == made
-        if size == "0.3M":
+        if name.endswith("0.3M"):
             state = outcome.cost["optimizer_state_bytes"] / outcome.cost["num_parameters"]
             assert cells[-1] == f"{state:.1f}"
 
 
 def test_the_table_of_the_first_page(summaries):
     page = (ROOT / "README.md").read_text()
-    for summary in summaries.values():
+    for summary in (summaries[size] for size in SIZES):
         losses = (interval(outcome.best.loss) for outcome in summary.outcomes)
         assert f"M tokens | {' | '.join(losses)} |" in page
 
