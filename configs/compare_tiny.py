@@ -118,6 +118,7 @@ def get_comparison(size: Size = "0.3M", data: str = "", table: Table = "six") ->
         contenders={name: get_config(name, size, data) for name in fields},
         tune=("learning_rate",),
         grids={name: dict.fromkeys(tuned, ()) for name, tuned in fields.items()},
+        baseline="muon" if table == "whole_matrices" else None,
         budget=112,
         confirm=3,
         seeds=5,

@@ -15,10 +15,10 @@ TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
 
 
 def test_the_config_of_the_comparison_has_every_optimizer():
-    names = ("adamw", "nadamw", "lion", "soap", "muon")
-    mars = ("mars", "mars_exact", "mars_lion", "mars_shampoo", "mars_m")
+    names = ("adamw", "nadamw", "lion", "soap", "muon", "normuon", "muonh", "muon_two_ema")
+    mars = ("mars", "mars_exact", "mars_lion", "mars_shampoo", "mars_m", "mars_m_h")
     configs = [load_config(f"{TINY}:optimizer={name}") for name in (*names, *mars)]
-    assert len({config.optimizer for config in configs}) == 10
+    assert len({config.optimizer for config in configs}) == 14
     assert len({config.model for config in configs}) == 1
     config = configs[0]
     assert config.num_steps * config.tokens_per_step >= 1_000_000
@@ -51,6 +51,23 @@ def recorded(tmp_path):
 def test_grids_of_contenders(words, expected, compare_command, recorded):
     grids = recorded(compare_command[1], *words)["compared"]
     assert {name: own[0]["scanned"] for name, own in grids.items()} == expected
+
+
+@pytest.mark.parametrize(
+    ("table", "baseline", "contenders"),
+    [
+        ("six", "adamw", {"adamw", "nadamw", "mars", "mars_m", "muon", "soap"}),
+        (
+            "whole_matrices",
+            "muon",
+            {"mars_m", "mars_m_h", "muon", "muonh", "normuon", "muon_two_ema"},
+        ),
+    ],
+)
+def test_the_tables_of_the_results_page(table, baseline, contenders, byte_tokens, recorded):
+    record = recorded(f"{TINY}:table={table},data={byte_tokens}")
+    assert record["baseline"] == baseline
+    assert set(record["compared"]) == contenders
 
 
 def test_trials_score_the_validation_split_alone(compare_command, recorded):
