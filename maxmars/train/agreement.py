@@ -21,7 +21,7 @@ from maxmars.config import TrainConfig, to_dict
 from maxmars.distributed import processes
 from maxmars.train.init_from import InitFrom
 
-_PATHS = ("path", "hellaswag_path", "file")  # hosts may keep the same files at different places
+_PATHS = ("path", "hellaswag_path", "file", "place")  # each host may have its own copies
 _MAX_NAMED = 4  # differing facts in an error
 _JAX_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_threefry_partitionable")
 

@@ -132,11 +132,14 @@ def test_processes_that_differ_are_told_before_the_first_step(kind, tmp_path):
 def test_each_process_hashes_a_copy_of_its_own_and_both_divide_what_both_see(has_copy, tmp_path):
     config = write_run(tmp_path / "run", write_tokens(tmp_path / "tokens", seed=0)) / "config.py"
     names = {path.name for path in (tmp_path / "tokens").glob("*.bin")}
-    words = [str(config)]
+    places = [tmp_path / "tokens", tmp_path / ("copy" if has_copy else "tokens")]
     if has_copy:
-        shutil.copytree(tmp_path / "tokens", tmp_path / "copy")  # with the times of the files
-        words += ["--data.path", str(tmp_path / "copy")]
-    for process in start_both(tmp_path, ({}, [str(config)]), ({}, words)):
+        shutil.copytree(*places)  # with the times of the files
+    options = [
+        ["--data.path", str(place), "--eval.every", "4", "--eval.data", f"mine={place}"]
+        for place in places
+    ]
+    for process in start_both(tmp_path, *(({}, [str(config), *words]) for words in options)):
         code, output = finish(process)
         assert code == 0, output
     hashed = []
