@@ -8,12 +8,13 @@ from running import finish_well, start_python
 MEASURE = """
 import re, sys
 from pathlib import Path
-sys.path.insert(0, {here!r})
+sys.path[:0] = {folders!r}
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from maxmars.checkpoint import Checkpointer, load
-from states import config, mesh_of
+from states import config
+from trees import mesh_of
 
 mesh = mesh_of(1, 8, 1)
 sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -47,7 +48,8 @@ for name, rows in (("small", 8), ("large", 32)):
 
 @pytest.mark.slow
 def test_copies_of_a_state(tmp_path):
-    program = MEASURE.format(here=str(Path(__file__).parent))
+    here = Path(__file__).parent
+    program = MEASURE.format(folders=[str(here), str(here.parent)])
     (output,) = finish_well([start_python(tmp_path, "-c", program, tmp_path, devices=8)])
     last = [line for line in output.splitlines() if line.startswith("FOUND")][-1]
     size, saving, reading = map(float, last.split()[1:])
