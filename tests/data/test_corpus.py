@@ -1,35 +1,14 @@
 import gzip
 import itertools
-import json
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from corpora import documents_of, write_rows
 from refusals import refused
 
 from maxmars.data.corpus import Corpus, FileRange, TextFiles, Texts
-
-
-def documents(corpus, part):
-    return [(d.name, "".join(d.blocks)) for d in corpus.read(part)]
-
-
-def all_documents(corpus):
-    parts = map(FileRange, range(len(corpus.files)))
-    return [pair for part in parts for pair in documents(corpus, part)]
-
-
-def compress_zstd(data):
-    pyarrow = pytest.importorskip("pyarrow")
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.CompressedOutputStream(sink, "zstd") as stream:
-        stream.write(data)
-    return sink.getvalue().to_pybytes()
-
-
-def write_jsonl(path, texts, field="text"):
-    path.write_text("".join(json.dumps({field: text, "n": 1}) + "\n" for text in texts))
 
 
 def test_files_of_several_kinds_are_one_corpus(tmp_path, monkeypatch):
@@ -37,12 +16,12 @@ def test_files_of_several_kinds_are_one_corpus(tmp_path, monkeypatch):
     (tmp_path / "deep").mkdir()
     (tmp_path / "b.txt").write_bytes("zweite\r\nZeile ä".encode())
     (tmp_path / "deep" / "c[1].txt").write_text("third")
-    write_jsonl(tmp_path / "a.jsonl", ["x", "y"])
+    write_rows(tmp_path / "a.jsonl", ["x", "y"])
     marked = b"\xef\xbb\xbf" + (tmp_path / "a.jsonl").read_bytes()  # as programs of Windows do
     (tmp_path / "a.jsonl").write_bytes(marked)
     corpus = TextFiles([str(tmp_path / "**" / "*"), str(tmp_path / "a.jsonl")])
     assert isinstance(corpus, Corpus)
-    assert all_documents(corpus) == [
+    assert documents_of(corpus) == [
         ("a.jsonl:0", "x"),
         (f"a.jsonl:{marked.index(b'y') - 10}", "y"),
         ("b.txt", "zweite\r\nZeile ä"),
@@ -50,7 +29,7 @@ def test_files_of_several_kinds_are_one_corpus(tmp_path, monkeypatch):
     ]
     assert [file.num_bytes for file in corpus.files] == [len(marked), 16, 5]
     only = TextFiles([str(tmp_path / "deep" / "c[1].txt")])
-    assert all_documents(only) == [("c[1].txt", "third")]
+    assert documents_of(only) == [("c[1].txt", "third")]
     monkeypatch.chdir(tmp_path)
     assert TextFiles(["**/*"]).fingerprint == corpus.fingerprint
 
@@ -66,13 +45,13 @@ def test_links_are_read_like_files_and_directories(tmp_path):
     (texts / "deep").symlink_to(store / "deep")
     (texts / "above").symlink_to(texts)
     pattern = f"{tmp_path}/texts [[]1]/**/*.txt"
-    assert all_documents(TextFiles([pattern])) == [("a.txt", "linked"), ("deep/b.txt", "deep")]
-    assert all_documents(TextFiles([str(texts / "a.txt")])) == [("a.txt", "linked")]
+    assert documents_of(TextFiles([pattern])) == [("a.txt", "linked"), ("deep/b.txt", "deep")]
+    assert documents_of(TextFiles([str(texts / "a.txt")])) == [("a.txt", "linked")]
     (texts / "again.txt").symlink_to(texts / "a.txt")
     (texts / "own.txt").write_text("own")
     (texts / "o.txt").symlink_to("own.txt")
     for names in ("*.txt", "[ao]*.txt"):  # a file counts once
-        found = all_documents(TextFiles([f"{tmp_path}/texts [[]1]/{names}"]))
+        found = documents_of(TextFiles([f"{tmp_path}/texts [[]1]/{names}"]))
         assert found == [("a.txt", "linked"), ("own.txt", "own")]
     for name in ("again.txt", "own.txt", "o.txt"):
         (texts / name).unlink()
@@ -106,36 +85,6 @@ def test_a_text_larger_than_a_block_is_read_in_blocks(tmp_path):
     assert max(len(block.encode()) for block in blocks) <= 2 << 20
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "jsonl.zst", "parquet"])
-def test_files_with_many_documents(tmp_path, kind):
-    texts = ["one", "zwei ä\n", "", "four"] * 3
-    path = tmp_path / f"rows.{kind}"
-    if kind == "parquet":
-        pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
-        table = pyarrow.table({"content": texts, "n": list(range(len(texts)))})
-        parquet.write_table(table, path, row_group_size=3)
-    else:
-        write_jsonl(path, texts, "content")
-    if kind == "jsonl.zst":  # two frames, as some tools write them
-        rows = path.read_bytes().splitlines(keepends=True)
-        path.write_bytes(b"".join(compress_zstd(b"".join(some)) for some in (rows[:5], rows[5:])))
-    corpus = TextFiles([str(path)], text_field="content")
-    places = range(len(texts))
-    if kind != "parquet":
-        lengths = [len(json.dumps({"content": text, "n": 1})) + 1 for text in texts]
-        places = [sum(lengths[:i]) for i in range(len(lengths))]
-    expected = [(f"rows.{kind}:{i}", text) for i, text in zip(places, texts, strict=True)]
-    assert all_documents(corpus) == expected
-    if kind != "jsonl.zst":
-        for count in (2, 5, 99) if kind == "jsonl" else (3,):
-            parts = [FileRange(0, i / count, (i + 1) / count) for i in range(count)]
-            assert [pair for part in parts for pair in documents(corpus, part)] == expected
-    with refused(ValueError, path, "'body'", "--text-field"):
-        all_documents(TextFiles([str(path)], text_field="body"))
-    with refused(ValueError, path, "int", "'n'"):
-        all_documents(TextFiles([str(path)], text_field="n"))
-
-
 def test_fingerprints_follow_the_files(tmp_path):
     (tmp_path / "a.txt").write_text("first")
     before = TextFiles([str(tmp_path / "*")]).fingerprint
@@ -143,42 +92,6 @@ def test_fingerprints_follow_the_files(tmp_path):
     (tmp_path / "a.txt").write_text("firsts")
     assert TextFiles([str(tmp_path / "*")]).fingerprint != before
     assert Texts([("a", "b")]).fingerprint != Texts([("a", "c")]).fingerprint
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "named"),
-    [
-        ("latin.txt", b"caf\xe9 ", "byte 3"),
-        ("cut.txt", "ab€".encode()[:-1], "byte 2"),
-        ("long.txt", "ä".encode() * 1_000_000 + b"\xff", "byte 2000000"),
-        ("a.jsonl", b'{"text": "a"}\n{"te', "line 2"),
-        ("a.jsonl", b"[1]\n", "line 1"),
-        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99, mtime=0)[:-9], "cut short"),
-        ("a.jsonl.gz", b"no gzip", "damaged"),
-        ("a.jsonl.zst", b"no zstd", "damaged"),
-        # Frames of a byte with windows of 2^28 and 2^31 bytes, as of zstd --long.
-        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00\x90\x09\x00\x00a", "--long=27"),
-        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00\xa8\x09\x00\x00a", "--long=27"),
-        ("a.jsonl.zst", lambda: compress_zstd(b'{"text": "a"}\n' * 1000)[:-5], "cut short"),
-        ("a.parquet", b"no parquet", "parquet"),
-        ("a.doc", b"a,b", ".jsonl"),
-        ("a.jsonl", b"[" * 200_000, "line 1"),
-    ],
-)
-def test_damaged_files(tmp_path, name, content, named):
-    if name.endswith(("zst", "parquet")):
-        pytest.importorskip("pyarrow")
-    (tmp_path / name).write_bytes(content() if callable(content) else content)
-    with refused(ValueError, tmp_path / name, named):
-        all_documents(TextFiles([str(tmp_path / name)]))
-
-
-def test_the_line_of_an_error_counts_from_the_start(tmp_path):
-    lines = ['{"text": "a"}\n'] * 90
-    lines[70] = "no JSON at all\n"
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    with refused(ValueError, "a.jsonl, line 71"):
-        documents(TextFiles([str(tmp_path / "a.jsonl")]), FileRange(0, 2 / 3, 1.0))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The public datasets: windows and documents of a directory, the examples of a run."""
 
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -92,10 +93,7 @@ def test_an_unknown_packing_is_named(directory):
 
 
 def test_a_damaged_list_of_documents_is_named(directory, tmp_path):
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    for file in directory.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = Path(shutil.copytree(directory, tmp_path / "copy"))
     starts = copy / "train_documents.bin"
     starts.write_bytes(starts.read_bytes()[::-1])
     with refused(ValueError, starts):

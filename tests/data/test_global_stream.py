@@ -18,15 +18,11 @@ from maxmars.data.windows import TokenWindows
 from maxmars.distributed.sharding import local_rows, make_mesh
 
 LENGTH, SEED = 16, 5
-# SHA-256 of the first 1000 examples, int32: of one stream and of a mixture 0.7 : 0.3.
+WEIGHTS = (0.7, 0.3)
+# SHA-256 of the first 1000 examples, int32.
 DIGESTS = {
-    ("one", "shuffled"): "4a9760ecb8fc80530f3c764ac184033b7253b061a71bb4f5030a35d77177bdc0",
-    ("one", "random_windows"): "3bc447ca6e7f561dcb143976f0e29965b99b2c0f729b90cf53b27ef8a46796e5",
-    ("mixture", "shuffled"): "c936aa7d2f405f1e0c57a8c20960c2eb8258dbe2ed26620bce659fed99d99ab2",
-    (
-        "mixture",
-        "random_windows",
-    ): "5e7cffd3a7477efb1cf0c45f4dc561731f33d4e20adb86d3aedc9810da3e4eea",
+    "shuffled": "c936aa7d2f405f1e0c57a8c20960c2eb8258dbe2ed26620bce659fed99d99ab2",
+    "random_windows": "5e7cffd3a7477efb1cf0c45f4dc561731f33d4e20adb86d3aedc9810da3e4eea",
 }
 
 
@@ -40,15 +36,13 @@ def directory(tmp_path_factory) -> Path:
     return path
 
 
-def examples_of(directory, kind, order):
-    """The numbers of the windows and what reads them, opened anew, as each process does."""
-    names, weights = ("0", (1.0,)) if kind == "one" else ("01", (0.7, 0.3))
-    streams = [open_directory(directory / name).stream("train") for name in names]
-    random = order == "random_windows"
-    stride = 1 if random else None
+def examples_of(directory, order="shuffled"):
+    """The numbers of a mixture's windows and what reads them, opened anew, as each process does."""
+    streams = [open_directory(directory / name).stream("train") for name in "01"]
+    stride = 1 if order == "random_windows" else None
     windows = [TokenWindows(stream, LENGTH, stride=stride) for stream in streams]
-    tokens = DataSplit(parts=tuple(windows), weights=weights)
-    return training_numbers(tokens.sizes, weights, seed=SEED, order=order), tokens.read
+    tokens = DataSplit(parts=tuple(windows), weights=WEIGHTS)
+    return training_numbers(tokens.sizes, WEIGHTS, seed=SEED, order=order), tokens.read
 
 
 def random_setting(rng):
@@ -67,9 +61,7 @@ def random_setting(rng):
     }
 
 
-def run(
-    directory, kind, order, position, *, mesh, num_processes, microbatches, prefetch, num_steps
-):
+def run(directory, position, *, mesh, num_processes, microbatches, prefetch, num_steps):
     """The rows [steps * batch, window] that the processes of a run from `position` on read."""
     mesh = make_mesh(mesh)
     batch_size = int(np.prod(microbatches))
@@ -77,7 +69,7 @@ def run(
     for devices in np.split(np.array(jax.devices()), num_processes):
         rows = local_rows(mesh, microbatches, devices.tolist())
         batches = process_batches(
-            *examples_of(directory, kind, order), rows, batch_size, position
+            *examples_of(directory), rows, batch_size, position
         ).to_iter_dataset(grain.ReadOptions(num_threads=prefetch, prefetch_buffer_size=prefetch))
         for step, batch in enumerate(itertools.islice(batches, num_steps)):
             read = batch["tokens"].reshape(rows.size, -1)
@@ -87,11 +79,11 @@ def run(
     return rows_of_steps.reshape(-1, LENGTH + 1)
 
 
-@pytest.mark.parametrize(("kind", "order"), DIGESTS)
-def test_the_stream_is_pinned(directory, kind, order):
-    numbers, read = examples_of(directory, kind, order)
+@pytest.mark.parametrize("order", DIGESTS)
+def test_the_stream_is_pinned(directory, order):
+    numbers, read = examples_of(directory, order)
     tokens = read(np.array([numbers[i] for i in range(1000)]))["tokens"]
-    assert hashlib.sha256(tokens.tobytes()).hexdigest() == DIGESTS[kind, order]
+    assert hashlib.sha256(tokens.tobytes()).hexdigest() == DIGESTS[order]
 
 
 @pytest.mark.seconds
@@ -101,10 +93,10 @@ def test_random_settings_give_the_same_global_stream(directory):
     position, rows, seen = 0, [], set()
     for _ in range(30):
         setting = random_setting(rng)
-        rows.append(run(directory, "mixture", "shuffled", position, **setting))
+        rows.append(run(directory, position, **setting))
         position += len(rows[-1])
         seen.add((setting["num_processes"], setting["microbatches"], setting["prefetch"]))
-    numbers, read = examples_of(directory, "mixture", "shuffled")
+    numbers, read = examples_of(directory)
     expected = read(np.array([numbers[i] for i in range(position)]))["tokens"]
     assert np.array_equal(np.concatenate(rows), expected)
     assert position > 400  # the epochs of the parts have 90 and 60 windows

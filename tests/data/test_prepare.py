@@ -1,7 +1,5 @@
 import dataclasses
-import gzip
 import hashlib
-import json
 import os
 import shutil
 import signal
@@ -13,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
+from corpora import is_held_out
 from etils import epath
 from refusals import refused
 
-from maxmars.data.corpus import FileRange, PythonSources, TextFiles, Texts
+from maxmars.data.corpus import PythonSources, TextFiles, Texts
 from maxmars.data.formats import open_directory
 from maxmars.data.metadata import read_metadata
 from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
@@ -52,126 +51,27 @@ def contents(directory):
     return {path.name: path.read_bytes() for path in Path(directory).iterdir()}
 
 
-def is_held_out(name, fraction):
-    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < fraction * 2**64
-
-
-def test_whole_documents_go_to_one_split(tmp_path):
-    docs = documents(250)
-    metadata = run(docs, tmp_path / "out", validation_fraction=0.3)
-    val = [text for name, text in docs if is_held_out(name, 0.3)]
-    assert 50 < len(val) < 100
-    assert pieces(read(tmp_path / "out", "val")) == val
-    assert pieces(read(tmp_path / "out", "train")) == [t for _, t in docs if t not in set(val)]
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"shard_tokens": 77}, {"task_bytes": 50}, {"shard_tokens": 500, "task_bytes": 1500}],
+)
+def test_a_split_is_a_stream_of_whole_documents(tmp_path, options):
+    docs = [(name, text * (i % 7)) for i, (name, text) in enumerate(documents(60))]
+    metadata = run(docs, tmp_path / "out", validation_fraction=0.3, **options)
     assert metadata == read_metadata(tmp_path / "out")
-    assert metadata.splits["val"].num_documents == len(val)
-    assert metadata.splits["train"].num_documents == 250 - len(val)
-    assert metadata.splits["val"].num_tokens == 21 * len(val)
-
-
-def write_rows(path, texts):
-    """Texts in a file of rows of any kind."""
-    kind = path.suffixes[0]
-    if kind == ".parquet":
-        pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
-        parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=50)
-        return
-    rows = [json.dumps({"text": text}) for text in texts]
-    content = {
-        ".jsonl": "".join(f"{row}\n" for row in rows),
-        ".json": f"[{', '.join(rows)}]",
-        ".csv": "text,n\n" + "".join(f'"{text}",1\n' for text in texts),
-        ".txt": "<|endoftext|>".join(texts),
-    }[kind].encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "a.csv.gz"])
-def test_rows_are_held_out_by_a_hash_of_their_names(tmp_path, name):
-    texts = [f"{i} is a row" for i in range(70)]
-    for folder in "ab":
-        (tmp_path / folder).mkdir()
-        write_rows(tmp_path / folder / name, texts)
-    corpus = TextFiles([str(tmp_path / "*" / name)], separator="<|endoftext|>" * (".txt" in name))
-    names = [
-        (document.name, "".join(document.blocks))
-        for file in range(2)
-        for document in corpus.read(FileRange(file))
-    ]
-    for task_bytes in (None, 300):
-        out = tmp_path / f"out{task_bytes}"
-        run(corpus, out, task_bytes=task_bytes)
-        val = [text for name, text in names if is_held_out(name, 0.1)]
-        assert val
-        assert pieces(read(out, "val")) == val
-        assert pieces(read(out, "train")) == [t for n, t in names if not is_held_out(n, 0.1)]
-
-
-def test_a_split_that_would_be_empty_gets_the_last_row(tmp_path):
-    for i in range(3):
-        field = "body" if i == 1 else "text"
-        (tmp_path / f"{i}.json").write_text(json.dumps({field: f"{i} " * 20}))
-    corpus = TextFiles([str(tmp_path / "*.json")])
-    for task_bytes in (None, 10):
-        out = tmp_path / f"out{task_bytes}"
-        assert run(corpus, out, task_bytes=task_bytes, skip_bad=1).skipped.count == 1
-        assert pieces(read(out, "val")) == ["2 " * 20]
-        shards = {s.file for split in read_metadata(out).splits.values() for s in split.shards}
-        assert shards == {p.name for p in out.glob("*_0*.bin")}
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt.gz"])
-def test_a_file_of_one_document_gives_its_end(tmp_path, name):
-    text = "one row of words, " * 40
-    write_rows(tmp_path / name, [text])
-    for task_bytes in (None, 100):
-        out = tmp_path / f"out{task_bytes}"
-        run(TextFiles([str(tmp_path / name)]), out, task_bytes=task_bytes)
-        assert pieces(read(out, "train")) == [text[:648]]
-        assert pieces(read(out, "val")) == [text[648:]]
-
-
-def held_out_from(data):
-    """The byte from which on a text of lines is for validation."""
-    return data.index(b"\n", int(len(data) * 0.9) - 1) + 1
-
-
-@pytest.mark.parametrize(("count", "task_bytes"), [(1, 37), (3, None), (3, 1000)])
-def test_few_texts_give_their_ends_from_a_line_break_on(tmp_path, count, task_bytes):
-    for k in range(1, count + 1):
-        text = "".join(f"wörd{i * k} {i}\n" for i in range(50))
-        (tmp_path / f"{k}.txt").write_text(text)
-    run(TextFiles([str(tmp_path / "*.txt")]), tmp_path / "out", task_bytes=task_bytes)
-    for i, path in enumerate(sorted(tmp_path.glob("*.txt"))):
-        data = path.read_bytes()
-        border = held_out_from(data)
-        for split, expected in (("train", data[:border]), ("val", data[border:])):
-            tokens = read(tmp_path / "out", split)
-            document = np.split(tokens, np.flatnonzero(tokens == EOT) + 1)[i]
-            assert bytes(document[:-1].astype(np.uint8)) == expected
-
-
-def test_empty_documents_and_an_empty_split_are_left_out(tmp_path):
-    metadata = run([("a", ""), ("b", "x" * 50), ("c", "")], tmp_path / "out")
-    assert metadata.splits["train"].num_documents == 1
-    assert pieces(read(tmp_path / "out", "train")) == ["x" * 45]
-    run(documents(3), tmp_path / "all", validation_fraction=0.0)
-    assert pieces(read(tmp_path / "all", "train")) == [text for _, text in documents(3)]
-    with refused(ValueError, tmp_path / "all", "'val'", "train"):
-        open_directory(tmp_path / "all").stream("val")
-
-
-@pytest.mark.parametrize("options", [{"shard_tokens": 22}, {"task_bytes": 50}])
-def test_shards_are_one_stream(tmp_path, options):
-    whole = run(documents(20), tmp_path / "whole", validation_fraction=0.4)
-    metadata = run(documents(20), tmp_path / "parts", validation_fraction=0.4, **options)
-    for split in ("train", "val"):
-        tokens = read(tmp_path / "parts", split)
-        assert np.array_equal(tokens, read(tmp_path / "whole", split))
-        sizes = [shard.num_tokens for shard in metadata.splits[split].shards]
-        assert len(sizes) > 1
-        assert max(sizes) <= options.get("shard_tokens", 63)
-        assert metadata.splits[split].documents == whole.splits[split].documents
+    for split, held_out in (("train", False), ("val", True)):
+        tokens, described = read(tmp_path / "out", split), metadata.splits[split]
+        texts = [text for name, text in docs if text and is_held_out(name, 0.3) == held_out]
+        assert pieces(tokens) == texts
+        assert (described.num_documents, described.num_tokens) == (len(texts), len(tokens))
+        sizes = [shard.num_tokens for shard in described.shards]
+        assert (len(sizes) > 1) == bool(options)
+        assert max(sizes) <= options.get("shard_tokens", len(tokens))
+        data = (tmp_path / "out" / described.documents.file).read_bytes()
+        assert described.documents.count == len(texts)
+        assert described.documents.sha256 == hashlib.sha256(data).hexdigest()
+        starts = [0, *(np.flatnonzero(tokens == EOT)[:-1] + 1).tolist()]
+        assert np.frombuffer(data, "<u8").tolist() == starts
 
 
 class WideTokenizer(ByteTokenizer):
@@ -198,10 +98,11 @@ def test_real_texts_are_the_tokens_of_tiktoken(tmp_path, reference_dir, tiktoken
     paths = sorted((reference_dir / "data").glob("*.txt"))
     assert len(paths) >= 3
     for path, train, val in zip(paths, *(split[:-1] for split in splits), strict=True):
-        data = path.read_bytes()
-        border = held_out_from(data)
-        assert train[:-1].tolist() == encoding.encode_ordinary(data[:border].decode())
-        assert val[:-1].tolist() == encoding.encode_ordinary(data[border:].decode())
+        text, tail = path.read_bytes().decode(), encoding.decode(val[:-1])
+        assert 0.09 < len(tail) / len(text) < 0.11
+        assert text.endswith(tail)
+        assert train[:-1].tolist() == encoding.encode_ordinary(text[: -len(tail)])
+        assert val[:-1].tolist() == encoding.encode_ordinary(tail)
 
 
 class Watched(ByteTokenizer):
@@ -287,15 +188,14 @@ def begin(out, **options):
 
 def test_other_arguments_do_not_continue(tmp_path):
     begin(tmp_path / "out", task_bytes=500)
-    for count, options, named in (
-        (250, {"shard_tokens": 77}, ("shard_tokens", 100_000_000, 77)),
-        (250, {"validation_fraction": 0.2}, ("validation_fraction", 0.1, 0.2)),
-        (250, {"source": "another"}, ("source", "'a test'", "'another'")),
-        (250, {"task_bytes": 1000}, ("task_bytes", 500, 1000)),
-        (251, {}, ("another text", "a test")),
+    for name, earlier, now in (
+        ("shard_tokens", 100_000_000, 77),
+        ("validation_fraction", 0.1, 0.2),
+        ("source", "a test", "another"),
+        ("task_bytes", 500, 1000),
     ):
-        with refused(ValueError, tmp_path / "out", *named):
-            run(documents(count), tmp_path / "out", **({"task_bytes": 500} | options))
+        with refused(ValueError, tmp_path / "out", name, repr(earlier), repr(now)):
+            run(documents(250), tmp_path / "out", **({"task_bytes": 500} | {name: now}))
     run(documents(250), tmp_path / "out", task_bytes=500)
 
 
@@ -321,10 +221,11 @@ def test_a_text_that_changes_meanwhile_is_told_as_that(tmp_path):
 def test_white_space_alone_is_no_document(tmp_path):
     (tmp_path / "blank.txt").write_text(" \n\n")
     (tmp_path / "a.txt").write_text("\n\n a")
-    (tmp_path / "rows.jsonl").write_text('{"text": " "}\n{"text": "b"}\n')
-    metadata = run(TextFiles([f"{tmp_path}/*.*"]), tmp_path / "out", validation_fraction=0.0)
-    train = metadata.splits["train"]
-    assert (train.num_documents, train.num_tokens) == (2, len("\n\n a.b."))
+    (tmp_path / "rows.jsonl").write_text('{"text": " "}\n{"text": ""}\n{"text": "b"}\n')
+    run(TextFiles([f"{tmp_path}/*.*"]), tmp_path / "out", validation_fraction=0.0)
+    assert pieces(read(tmp_path / "out", "train")) == ["\n\n a", "b"]
+    with refused(ValueError, tmp_path / "out", "'val'", "train"):
+        open_directory(tmp_path / "out").stream("val")
 
 
 @pytest.mark.parametrize("task_bytes", [60, 10_000])
@@ -421,18 +322,6 @@ def test_the_error_of_a_worker_is_one_error(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' * 99 + "no json\n")
     with refused(ValueError, "a.jsonl, line 100"):
         run(TextFiles([str(tmp_path / "*.jsonl")]), tmp_path / "out", workers=1, task_bytes=500)
-
-
-@pytest.mark.parametrize(("split", "count"), [("val", 5), ("train", 250)])
-def test_starts_of_documents(tmp_path, split, count):
-    docs = [(name, text * (i % 13)) for i, (name, text) in enumerate(documents(count))]
-    metadata = run(docs, tmp_path / "out", shard_tokens=500, task_bytes=1500)
-    tokens, described = read(tmp_path / "out", split), metadata.splits[split].documents
-    data = (tmp_path / "out" / described.file).read_bytes()
-    starts = np.frombuffer(data, "<u8")
-    assert described.count == len(starts) == metadata.splits[split].num_documents
-    assert described.sha256 == hashlib.sha256(data).hexdigest()
-    assert starts.tolist() == [0, *(np.flatnonzero(tokens == EOT)[:-1] + 1).tolist()]
 
 
 @pytest.mark.parametrize(

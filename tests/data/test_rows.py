@@ -14,6 +14,7 @@ from pathlib import Path
 import hypothesis
 import numpy as np
 import pytest
+from corpora import documents_of, texts_of
 from hypothesis import given
 from hypothesis import strategies as st
 from refusals import refused, stopped
@@ -101,11 +102,8 @@ KINDS = {
 COMPRESSIONS = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
 
 
-def texts_of(path, count=1, **options):
-    """The texts of a file that is read in so many runs."""
-    corpus = TextFiles([str(path)], **options)
-    parts = [FileRange(0, i / count, (i + 1) / count) for i in range(count)]
-    return ["".join(d.blocks) for part in parts for d in corpus.read(part)]
+def texts_of_file(path, count=1, **options):
+    return texts_of(TextFiles([str(path)], **options), count)
 
 
 def read(kind, data, field="text", **options):
@@ -113,7 +111,7 @@ def read(kind, data, field="text", **options):
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, f"rows.{kind}")
         path.write_bytes(data)
-        return texts_of(path, text_field=field, **options)
+        return texts_of_file(path, text_field=field, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -121,11 +119,17 @@ def test_every_kind(tmp_path, kind):
     write, field = KINDS[kind]
     path, data = tmp_path / f"rows.{kind}", write(TEXTS)
     path.write_bytes(data)
-    assert texts_of(path, text_field=field) == TEXTS
+    corpus = TextFiles([str(path)], text_field=field)
+    places = range(len(TEXTS))  # of a row its number, of a line its first byte
+    if write in (lines, nested_lines):
+        places = np.cumsum([0, *(len(write([text])) for text in TEXTS)])[:-1]
+    names = [f"rows.{kind}:{place}" for place in places]
+    for count in (1, 2, 3, 99) if kind.endswith(("jsonl", "ndjson", "parquet")) else (1,):
+        assert documents_of(corpus, count) == list(zip(names, TEXTS, strict=True))
     if kind != "strings.json":
         for name in ("body", "text.b"):
-            with refused(ValueError, path, name):
-                texts_of(path, text_field=name)
+            with refused(ValueError, path, repr(name), "--text-field"):
+                texts_of_file(path, text_field=name)
     for compression, compress in COMPRESSIONS.items():
         path = tmp_path / f"rows.{kind}.{compression}"
         path.write_bytes(compress(data))
@@ -133,7 +137,7 @@ def test_every_kind(tmp_path, kind):
             with refused(ValueError, path):
                 TextFiles([str(path)])
         else:
-            assert texts_of(path, text_field=field) == TEXTS
+            assert texts_of_file(path, text_field=field) == TEXTS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,7 +196,10 @@ def test_a_row_of_70_mb(tmp_path, kind):
 
 
 def zstd(data):
-    return pytest.importorskip("pyarrow").compress(data, "zstd", asbytes=True)
+    """In two frames, as some tools write them."""
+    compress, half = pytest.importorskip("pyarrow").compress, len(data) // 2
+    frames = (compress(some, "zstd", asbytes=True) for some in (data[:half], data[half:]))
+    return b"".join(frames)
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".bz2", ".xz", ".zst"])
@@ -200,10 +207,42 @@ def test_the_mark_and_the_encoding_of_a_text(tmp_path, ending):
     path = tmp_path / f"a.txt{ending}"
     compress = {"": bytes, ".zst": zstd}.get(ending) or COMPRESSIONS[ending[1:]]
     path.write_bytes(compress(codecs.BOM_UTF8 + b"one\ntwo"))
-    assert texts_of(path) == ["one\ntwo"]
+    assert texts_of_file(path) == ["one\ntwo"]
     path.write_bytes(compress("one\ntwo".encode("utf-16")))
     with refused(ValueError, path, "UTF-8"):
-        texts_of(path)
+        texts_of_file(path)
+
+
+ROWS = b'{"text": "a"}\n' * 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("latin.txt", b"caf\xe9 ", "byte 3"),
+        ("cut.txt", "ab€".encode()[:-1], "byte 2"),
+        ("long.txt", "ä".encode() * 1_000_000 + b"\xff", "byte 2000000"),
+        ("a.jsonl", b'{"text": "a"}\n{"te', "line 2"),
+        ("a.jsonl", b"[1]\n", "line 1"),
+        ("a.jsonl", b'{"text": 1}\n', "type int"),
+        ("a.jsonl", b"[" * 200_000, "line 1"),
+        ("a.jsonl.gz", gzip.compress(ROWS, mtime=0)[:-9], "cut short"),
+        ("a.jsonl.gz", b"no gzip", "damaged"),
+        ("a.jsonl.zst", b"no zstd", "damaged"),
+        # Frames of a byte with windows of 2^28 and 2^31 bytes, as of zstd --long.
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00\x90\x09\x00\x00a", "--long=27"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x00\xa8\x09\x00\x00a", "--long=27"),
+        ("a.jsonl.zst", lambda: zstd(ROWS)[:-5], "cut short"),
+        ("a.parquet", b"no parquet", "parquet"),
+        ("a.doc", b"a,b", ".jsonl"),
+    ],
+)
+def test_damaged_files(tmp_path, name, content, named):
+    if name.endswith(("zst", "parquet")):
+        pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content() if callable(content) else content)
+    with refused(ValueError, tmp_path / name, named):
+        texts_of_file(tmp_path / name)
 
 
 def test_a_page_whose_checksum_is_wrong(tmp_path):
@@ -211,11 +250,11 @@ def test_a_page_whose_checksum_is_wrong(tmp_path):
     data = parquet(["a made up text"] * 9, write_statistics=False, **options)
     path = tmp_path / "a.parquet"
     path.write_bytes(data)
-    assert texts_of(path, text_field="a.b") == ["a made up text"] * 9
+    assert texts_of_file(path, text_field="a.b") == ["a made up text"] * 9
     place = data.index(b"made up")
     path.write_bytes(data[:place] + b"M" + data[place + 1 :])
     with refused(ValueError, path):
-        texts_of(path, text_field="a.b")
+        texts_of_file(path, text_field="a.b")
 
 
 # --- Through the command line --------------------------------------------------------------------

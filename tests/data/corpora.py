@@ -1,0 +1,48 @@
+"""Files with documents that tests write, and the documents that a corpus reads from them."""
+
+import gzip
+import hashlib
+import json
+
+import pytest
+
+from maxmars.data.corpus import FileRange
+
+
+def documents_of(corpus, count=1):
+    """Name and text of each document of a corpus whose files are read in so many ranges each."""
+    files = range(len(corpus.files))
+    parts = [FileRange(file, i / count, (i + 1) / count) for file in files for i in range(count)]
+    return [(d.name, "".join(d.blocks)) for part in parts for d in corpus.read(part)]
+
+
+def texts_of(corpus, count=1):
+    return [text for _, text in documents_of(corpus, count)]
+
+
+def is_held_out(name, fraction):
+    """Whether a document of this name, which is no file of its own, is for validation."""
+    return int(hashlib.sha256(name.encode()).hexdigest()[:16], 16) < fraction * 2**64
+
+
+def write_rows(path, texts):
+    """Texts in a file of rows of any kind."""
+    kind = path.suffixes[0]
+    if kind == ".parquet":
+        write_parquet(path, texts, row_group_size=50)
+        return
+    rows = [json.dumps({"text": text}) for text in texts]
+    content = {
+        ".jsonl": "".join(f"{row}\n" for row in rows),
+        ".json": f"[{', '.join(rows)}]",
+        ".csv": "text,n\n" + "".join(f'"{text}",1\n' for text in texts),
+        ".txt": "<|endoftext|>".join(texts),
+    }[kind].encode()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def write_parquet(path, texts, field="text", **options):
+    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pyarrow.table({field: texts, "n": list(range(len(texts)))})
+    parquet.write_table(table, path, **options)
