@@ -22,7 +22,8 @@ _COPY = re.compile(r"/storage/v1/b/([^/]+)/o/([^/]+)/rewriteTo/b/([^/]+)/o/([^/]
 class Server(http_server.Server):
     """Objects: name -> (generation, bytes).
 
-    `failing` decides whether a read of contents gets 503, from its number (0, 1, ...) and name.
+    `failing` decides whether a read of contents fails, from its number (0, 1, ...) and name: with
+    503, which gcsfs tries again for half a minute, or with 400 and the text that it returns.
     """
 
     request_queue_size = 256  # gcsfs connects a hundred times at once; of five the rest would wait
@@ -134,8 +135,8 @@ class Handler(http_server.Handler):
             return self.answer(200, self.metadata(name))
         number = len(self.server.reads)
         self.server.reads.append((name, 0))
-        if self.server.failing(number, name):
-            return self.fail(503)
+        if failure := self.server.failing(number, name):
+            return self.fail(400, failure) if isinstance(failure, str) else self.fail(503)
         headers = {"x-goog-generation": generation}
         asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         if asked is None:
