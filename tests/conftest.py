@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from fake_model_hub import ENDPOINT
+from fake_hub import ENDPOINT
 from xla_flags import xla_flags
 
 from maxmars.cli.memory import keep_freed_memory

@@ -1,6 +1,6 @@
 import gzip
+import io
 import json
-import os
 import pickle
 import shlex
 import subprocess
@@ -10,9 +10,8 @@ import tempfile
 import numpy as np
 import pytest
 from corpora import texts_of, write_parquet
-from fake_hub import fake_hub
+from fake_hub import FakeHub, serving
 from refusals import refused
-from running import run_python
 from token_directories import write_tfds
 
 from maxmars.cli import main
@@ -139,79 +138,68 @@ def test_the_validation_split_of_a_set_as_its_text(tmp_path):
     assert {file.num_bytes for file in both.files} == {None}  # TFDS does not know the size
 
 
-def write_card(folder, config, pattern):
-    """The part of a dataset's README that names the files of a config."""
-    folder.mkdir(parents=True, exist_ok=True)
+def parquet(texts):
+    """The bytes of a Parquet file."""
+    pyarrow, tables = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    out = io.BytesIO()
+    tables.write_table(pyarrow.table({"text": texts}), out)
+    return out.getvalue()
+
+
+def card(config, pattern):
+    """The part of a data set's README that names the files of a config."""
     files = f"configs:\n- config_name: {config}\n  data_files:\n  - split: train\n"
-    (folder / "README.md").write_text(f"---\n{files}    path: {pattern}\n---\n")
+    return f"---\n{files}    path: {pattern}\n---\n".encode()
 
 
-@pytest.fixture
-def hub(tmp_path):
+def hub_of_presets():
     """What the presets name, as the repositories on the hub are laid out."""
-    pytest.importorskip("datasets")
-    root = tmp_path / "hub"
-    text = root / "Skylion007" / "openwebtext"
-    (text / "main").mkdir(parents=True)
-    (text / "main" / "openwebtext.py").write_text("raise SystemExit('must not run')")
-    converted = text / "refs--convert--parquet" / "plain_text" / "train"
-    write_parquet(converted / "0000.parquet", ["owt a", "owt b"])
-    write_parquet(converted / "0001.parquet", ["owt c"])
-    edu = root / "HuggingFaceFW" / "fineweb-edu" / "main"
-    write_card(edu, "sample-100BT", "sample/100BT/*")
-    write_parquet(edu / "sample" / "100BT" / "000_00000.parquet", ["edu a", "edu b"])
-    write_parquet(edu / "sample" / "10BT" / "000_00000.parquet", ["another sample"])
-    c4 = root / "allenai" / "c4" / "main"
-    write_card(c4, "en", "en/c4-train.*.json.gz")
-    (c4 / "en").mkdir()
-    lines = "".join(json.dumps({"text": t, "url": "u"}) + "\n" for t in ("c4 a", "c4 b"))
-    packed = gzip.compress(lines.encode())
-    (c4 / "en" / "c4-train.00000-of-01024.json.gz").write_bytes(packed)
-    wiki = root / "Salesforce" / "wikitext" / "main"
-    write_card(wiki, "wikitext-103-raw-v1", "wikitext-103-raw-v1/train-*")
-    rows = [
-        "",
-        " = First = \n",
-        "",
-        " Words = x . \n",
-        " = = Part = = \n",
-        " = Second = \n",
-        " E \n",
-    ]
-    write_parquet(wiki / "wikitext-103-raw-v1" / "train-00000-of-00001.parquet", rows)
-    with fake_hub(root) as address:
-        yield dict(os.environ, HF_ENDPOINT=address, HF_HOME=str(tmp_path / "home"))
-
-
-PROGRAM = """
-import json, sys
-from maxmars.data.corpus import FileRange
-from maxmars.data.open_corpus import open_corpus
-read = {}
-for source in sys.argv[1:]:
-    try:
-        corpus = open_corpus(source)
-        files = range(len(corpus.files))
-        read[source] = [[b for d in corpus.read(FileRange(f)) for b in d.blocks] for f in files]
-        assert corpus.fingerprint == open_corpus(source).fingerprint
-    except Exception as error:
-        read[source] = f"{type(error).__name__}: {error}"
-print(json.dumps(read))
-"""
+    hub, script = FakeHub(), {"openwebtext.py": b"raise SystemExit('must not run')"}
+    hub.add("Skylion007/openwebtext", script)
+    train = "plain_text/train"
+    files = {f"{train}/0000.parquet": parquet(["owt a", "owt b"])}
+    files |= {f"{train}/0001.parquet": parquet(["owt c"])}
+    hub.add("Skylion007/openwebtext", files, "refs/convert/parquet")
+    files = {
+        "README.md": card("sample-100BT", "sample/100BT/*"),
+        "sample/100BT/000_00000.parquet": parquet(["edu a", "edu b"]),
+        "sample/10BT/000_00000.parquet": parquet(["another sample"]),
+    }
+    hub.add("HuggingFaceFW/fineweb-edu", files)
+    rows = "".join(json.dumps({"text": text, "url": "u"}) + "\n" for text in ("c4 a", "c4 b"))
+    files = {
+        "README.md": card("en", "en/c4-train.*.json.gz"),
+        "en/c4-train.00000-of-01024.json.gz": gzip.compress(rows.encode()),
+    }
+    hub.add("allenai/c4", files)
+    titles = [" = First = \n", " = = Part = = \n", " = Second = \n"]
+    rows = ["", titles[0], "", " Words = x . \n", *titles[1:], " E \n"]
+    files = {
+        "README.md": card("wikitext-103-raw-v1", "wikitext-103-raw-v1/train-*"),
+        "wikitext-103-raw-v1/train-00000-of-00001.parquet": parquet(rows),
+    }
+    hub.add("Salesforce/wikitext", files)
+    return hub
 
 
 @pytest.mark.seconds
-def test_presets_against_an_imitation_of_the_hub(hub):
-    sources = [*PRESETS, "hf:HuggingFaceFW/fineweb-edu:sample-10BT:train", "hf:no/such"]
-    printed = run_python("-c", PROGRAM, *sources, environment=hub).stdout
-    read = json.loads(printed.splitlines()[-1])
-    assert read["openwebtext"] == [["owt a", "owt b"], ["owt c"]]
-    assert read["fineweb-edu"] == [["edu a", "edu b"]]
-    assert read["c4"] == [["c4 a", "c4 b"]]
+def test_presets_against_an_imitation_of_the_hub():
+    pytest.importorskip("datasets")
     articles = [" = First = \n Words = x . \n = = Part = = \n", " = Second = \n E \n"]
-    assert [t for t in read["wikitext-103"][0] if t] == articles
-    assert read["hf:no/such"].startswith("ConnectionError: ")
-    assert "no/such" in read["hf:no/such"]
+    expected = {
+        "openwebtext": ["owt a", "owt b", "owt c"],
+        "fineweb-edu": ["edu a", "edu b"],
+        "c4": ["c4 a", "c4 b"],
+        "wikitext-103": articles,
+    }
+    assert expected.keys() == PRESETS.keys()
+    with serving(hub_of_presets()):
+        for source, texts in expected.items():
+            corpus = open_corpus(source)
+            assert [text for text in texts_of(corpus) if text] == texts
+            assert corpus.fingerprint == open_corpus(source).fingerprint
+        with refused(ConnectionError, "no/such"):
+            open_corpus("hf:no/such")
 
 
 @pytest.mark.seconds

@@ -6,7 +6,7 @@ import huggingface_hub
 import jax
 import numpy as np
 import pytest
-from fake_model_hub import FakeHub, serving
+from fake_hub import FakeHub, serving
 from hf_models import BYTES, hf_arrays, hf_fields, make_run, random_params, write_hf
 from refusals import refused
 from running import finish_well, free_port, start_python
