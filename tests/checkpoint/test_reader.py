@@ -73,6 +73,10 @@ def test_what_a_checkpoint_says(saved):
     assert read(saved[0], 1).step == 1
     meta = json.loads((saved[0] / "2/meta/data.json").read_text())
     assert (meta["rng"]["seed"], meta["rng"]["step"]) == (config().seed, 2)
+    stored = json.loads((saved[0] / "2/state/_METADATA").read_text())["tree_metadata"]
+    kinds = {key["key_type"] for leaf in stored.values() for key in leaf["key_metadata"]}
+    assert kinds == {2}  # dict keys only
+    assert any("'params', 'h', 'kernel'" in name for name in stored)
 
 
 def test_parts_and_single_arrays(saved, copy):
@@ -278,10 +282,3 @@ def test_steps_of_a_directory_and_what_a_path_means(copy, tmp_path, monkeypatch)
     shutil.copytree(copy / "1", tmp_path / "best")
     with refused(ValueError, tmp_path / "best"):
         find(tmp_path / "best")
-
-
-def test_stored_keys_are_plain(saved):
-    stored = json.loads((saved[0] / "2/state/_METADATA").read_text())["tree_metadata"]
-    kinds = {key["key_type"] for leaf in stored.values() for key in leaf["key_metadata"]}
-    assert kinds == {2}  # dict keys only
-    assert any("'params', 'h', 'kernel'" in name for name in stored)

@@ -141,19 +141,13 @@ def test_a_mixture_through_the_mesh(directory, tmp_path):
         TrainBatches(tokens, many, mesh_of())
 
 
-def damaged(directory):
-    """Tokens whose window 40 holds an id outside the vocabulary."""
-    tokens = np.arange(100 * LENGTH + 1) % 257
-    tokens[40 * LENGTH + 3] = 999
-    write_shards(directory, tokens, vocab_size=257)
-    return open_directory(directory).stream("train")
-
-
 @pytest.mark.parametrize("prefetch_steps", [0, 5])
 def test_an_error_of_reading_comes_where_its_batch_is_taken(tmp_path, prefetch_steps):
-    shards = damaged(tmp_path / "tokens")
-    config = config_of(shards.directory.path, order="sequential")
-    tokens = split_of(shards, "sequential")
+    stream = np.arange(100 * LENGTH + 1) % 257
+    stream[40 * LENGTH + 3] = 999
+    write_shards(tmp_path / "tokens", stream, vocab_size=257)
+    config = config_of(tmp_path / "tokens", order="sequential")
+    tokens = split_of(open_directory(tmp_path / "tokens").stream("train"), "sequential")
     batches = TrainBatches(tokens, config, mesh_of(), prefetch_steps=prefetch_steps)
     for _ in range(2):
         next(batches)

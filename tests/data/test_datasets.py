@@ -1,4 +1,5 @@
-"""The public datasets: windows and documents of a directory, the examples of a run."""
+"""The public datasets: windows and documents of a directory, the examples of a run; the segments of
+a window, so that attention stays within a document."""
 
 import shutil
 from collections import Counter
@@ -17,6 +18,7 @@ from maxmars.data import dataset, documents
 from maxmars.data.batches import open_data
 from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import ByteTokenizer, copy_tokenizer, load
+from maxmars.data.windows import segments_and_positions
 
 LENGTH, END = MODEL.max_seq_len, 256
 BEST_FIT = Path(__file__).parents[2] / "tools" / "examples" / "best_fit.py"
@@ -30,11 +32,6 @@ def directory(tmp_path_factory):
     options = {"tokenizer": ByteTokenizer(), "source": "a test", "task_bytes": 3000}
     prepare(TEXTS, path, shard_tokens=700, **options)
     return path
-
-
-def stream_of(path, split):
-    tokens = documents(path, split)
-    return np.concatenate(list(tokens))
 
 
 @pytest.mark.parametrize("packing", ["none", "split"])
@@ -51,6 +48,31 @@ def test_windows_are_those_of_a_run(directory, packing):
         assert ours.tokenizer.decode(ours[0]["tokens"][:3]) == ours.tokenizer.decode(
             batch["tokens"][0, :3]
         )
+
+
+def test_segments_and_positions():
+    arrays = segments_and_positions(np.array([[0, 0, 1, 1, 0], [1, 0, 0, 0, 1]], bool))
+    assert arrays["segment_ids"].tolist() == [[0, 0, 1, 2, 2], [1, 1, 1, 1, 2]]
+    assert arrays["positions"].tolist() == [[0, 1, 0, 0, 1], [0, 1, 2, 3, 0]]
+    assert {array.dtype for array in arrays.values()} == {np.dtype(np.int32)}
+
+
+def test_split_windows_tell_their_documents_apart(directory):
+    split, plain = (
+        open_data(TokenShardsConfig(path=str(directory), packing=packing), "train", model=MODEL)
+        for packing in ("split", "none")
+    )
+    assert split.digest() == plain.digest()  # the tokens are the same
+    batch = split.read(np.arange(len(split)))
+    assert set(batch) == {"tokens", "segment_ids", "positions"}
+    np.testing.assert_array_equal(batch["tokens"], plain.read(np.arange(len(split)))["tokens"])
+    for tokens, ids, positions in zip(*map(batch.get, batch), strict=True):
+        segments = np.split(tokens, np.flatnonzero(np.diff(ids)) + 1)
+        assert all(END not in segment[1:] for segment in segments)
+        assert all(segment[0] == END for segment in segments[1:])
+        expected = np.concatenate([np.arange(len(segment)) for segment in segments])
+        np.testing.assert_array_equal(positions, expected)
+        assert len(segments) - (tokens[0] != END) == np.sum(tokens == END)
 
 
 def test_documents_are_the_texts(directory):
@@ -159,7 +181,7 @@ def test_best_fit_predicts_every_token_once(directory):
         assert opened.vocabulary.tokenizer == "byte"
         batch = opened.read(np.arange(*opened.sizes))
         tokens, mask, ids = (batch[name] for name in ("tokens", "mask", "segment_ids"))
-        stream = stream_of(directory, split)
+        stream = np.concatenate(list(documents(directory, split)))
         predicted = np.bincount(tokens[mask], minlength=257)
         np.testing.assert_array_equal(predicted, np.bincount(stream, minlength=257))
         # Each from its own document, or from the token that ended the one before.

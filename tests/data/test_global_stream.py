@@ -88,10 +88,10 @@ def test_the_stream_is_pinned(directory, order):
 
 @pytest.mark.seconds
 def test_random_settings_give_the_same_global_stream(directory):
-    """A run that is stopped and goes on with other settings 30 times, over many epochs."""
+    """A run that is stopped and goes on with other settings 15 times, over many epochs."""
     rng = np.random.default_rng(0)
     position, rows, seen = 0, [], set()
-    for _ in range(30):
+    for _ in range(15):
         setting = random_setting(rng)
         rows.append(run(directory, position, **setting))
         position += len(rows[-1])
@@ -99,5 +99,5 @@ def test_random_settings_give_the_same_global_stream(directory):
     numbers, read = examples_of(directory)
     expected = read(np.array([numbers[i] for i in range(position)]))["tokens"]
     assert np.array_equal(np.concatenate(rows), expected)
-    assert position > 400  # the epochs of the parts have 90 and 60 windows
-    assert len(seen) > 20
+    assert position > 180  # the epochs of the parts have 90 and 60 windows
+    assert len(seen) > 10

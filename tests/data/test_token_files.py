@@ -42,7 +42,7 @@ def directories(tmp_path_factory):
     """A directory of each kind with the streams above."""
     root = tmp_path_factory.mktemp("formats")
     write_shards(root / "shards", STREAM, VAL, tokenizer="gpt2", vocab_size=50257)
-    one_each = {"sizes": (1,) * 1000, "dtype": "uint32"}
+    one_each = {"sizes": (1,) * 150 + (850,), "dtype": "uint32"}
     write_shards(root / "tiny", STREAM, VAL, tokenizer="gpt2", vocab_size=50257, **one_each)
     write_nanogpt(root / "nanogpt", STREAM, VAL)
     write_llm_c_shards(root / "llm.c")
@@ -88,8 +88,6 @@ def test_the_digest_is_of_the_data_and_not_of_the_path(directories, tmp_path):
     assert len(set(digests.values())) == len(directories)
     for name in ("shards", "llm.c"):
         shutil.copytree(directories[name], tmp_path / name)
-        assert open_directory(tmp_path / name).digest() == digests[name]
-        # Of the whole directory: the validation split counts too.
         assert open_directory(tmp_path / name).digest() == digests[name]
 
 
