@@ -69,6 +69,15 @@ def run_python(*words, code=0, environment=None, folder=None, timeout_s=240):
     return done
 
 
+def exit_code(*words):
+    """Exit code of a `maxmars` command, which runs in this process."""
+    try:
+        main(list(map(str, words)))
+    except SystemExit as stop:
+        return stop.code
+    return 0
+
+
 def start(folder, name, *arguments, devices=2):
     """`maxmars train` of `<folder>/config.py` in `<folder>/<name>`."""
     command = ["-m", "maxmars", "train", folder / "config.py", "--workdir", folder / name]
@@ -140,6 +149,14 @@ def wait_until(condition, process):
         time.sleep(0.01)
     process.kill()
     raise AssertionError(f"it never came to that: {process.communicate()[0]}")
+
+
+def wait_for(condition, timeout_s, shown=str):
+    """Wait until the condition holds; the error, if it never does, has what `shown` returns."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, shown()
+        time.sleep(0.02)
 
 
 def wait_for_steps(workdir, count, process):

@@ -15,27 +15,16 @@ from jax.sharding import AbstractMesh, NamedSharding
 from refusals import refused
 
 from maxmars.config import load_config, to_dict
+from maxmars.config.load import choices_of
 from maxmars.distributed.sharding import AXES, RULES
 from maxmars.model.parameters import Parameters
 from maxmars.train.optimizer import make_schedule
 
 GOLDENS = Path(__file__).parent / "goldens"
 GPT2 = Path(__file__).parents[1] / "configs" / "gpt2.py"
-SIZES = ("tiny", "small", "medium", "large", "xl", "6.7b", "13b")
-OPTIMIZERS = (
-    "adamw",
-    "nadamw",
-    "muon",
-    "normuon",
-    "moonlight",
-    "lion",
-    "soap",
-    "mars",
-    "mars_exact",
-    "mars_lion",
-    "mars_shampoo",
-    "mars_m",
-)
+CHOICES = choices_of("gpt2")
+SIZES = CHOICES["size"]
+*OPTIMIZERS, _ = CHOICES["optimizer"]  # the last stands for an optimizer of the user's own
 # XL has 25 heads, so its tensor axis is 1 or 5.
 MESHES = {size: [(1, 8, 1), (2, 4, 1) if size == "xl" else (2, 2, 2)] for size in SIZES}
 

@@ -68,7 +68,6 @@ def test_nanogpts_characters_are_trained_on_and_generated(characters, tmp_path, 
 @pytest.mark.parametrize(
     ("length", "options", "named"),
     [
-        (20_000, (), []),
         (700, (), ["--model.max-seq-len", "16"]),
         (20_000, ("--validation-fraction", "0"), ["--eval.every", "None"]),
     ],

@@ -4,8 +4,10 @@ import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from running import wait_for_steps
 
 TAKE_AND_FREE = """
 import resource, sys
@@ -19,7 +21,6 @@ for _ in range(10):
     bytearray(b"x") * 80_000_000  # 20,000 pages, or 40 huge ones
 print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
-SMALL = ["--eval.every", "None", "--log.every", "1", "--num-processes", "1"]
 
 pytestmark = pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only glibc's heap is set"
@@ -44,24 +45,22 @@ def test_freed_memory_stays_where_jax_computes_on_cpus(installed, platforms, sta
     assert (int(done.stdout) < 100) == stays
 
 
-def new_pages(tmp_path, steps):
-    """Pages that a whole run of so many steps took from the system."""
-    words = ["train", "quickstart", "--num-steps", f"{steps}"]
-    words += ["--workdir", f"{tmp_path / str(steps)}", *SMALL]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # a user's one device
-    environment["JAX_PLATFORMS"] = "cpu"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "maxmars", *words],
-        env=environment,
-        stdout=subprocess.DEVNULL,
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0
-    return usage.ru_minflt
-
-
 @pytest.mark.slow
 def test_a_step_takes_no_new_pages(tmp_path):
-    few, many = (new_pages(tmp_path, steps) for steps in (12, 42))
-    assert (many - few) / 30 < 3000  # 18,000 where freed memory goes back
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}  # a user's one device
+    environment["JAX_PLATFORMS"] = "cpu"
+    words = ["train", "quickstart", "--num-steps", "100", "--workdir", str(tmp_path / "run")]
+    words += ["--eval.every", "None", "--log.every", "1", "--num-processes", "1"]
+    command = [sys.executable, "-m", "maxmars", *words]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+
+        def taken(steps):
+            """Steps so far, after these, and pages that the process took from the system."""
+            wait_for_steps(tmp_path / "run", steps, process)
+            fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+            rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+            return sum("train/loss" in row for row in rows), int(fields[7])
+
+        (few, before), (many, after) = taken(6), taken(21)
+        process.kill()
+    assert (after - before) / (many - few) < 3000  # 18,000 where freed memory goes back

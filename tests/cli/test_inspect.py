@@ -9,6 +9,7 @@ import pytest
 import tokenizers
 from damage import flip
 from refusals import stopped
+from running import exit_code
 from token_directories import write_llm_c, write_nanogpt, write_shards
 
 from maxmars.cli import main
@@ -30,11 +31,7 @@ def directory(tmp_path):
 
 
 def inspect(capsys, *arguments):
-    code = 0
-    try:
-        main(["data", "inspect", *map(str, arguments)])
-    except SystemExit as stop:
-        code = stop.code
+    code = exit_code("data", "inspect", *arguments)
     out, err = capsys.readouterr()
     return code, out + err
 
@@ -115,10 +112,15 @@ def test_the_digest_of_tokens_is_the_same_whatever_their_files(tmp_path, capsys)
         (split, hashlib.sha256(tokens.astype("<u4").tobytes()).hexdigest())
         for split, tokens in (("train", train), ("val", val))
     ]
-    for name in ("nanogpt", "llm.c", "32", "16"):
+    for name in ("nanogpt", "32", "16", "llm.c"):
         code, text = inspect(capsys, tmp_path / name)
         assert code == 0, text
         assert digests(text) == expected
+    assert "another program" in text  # of the last ones
+    rows = [line.replace("│", " ").split()[:3] for line in text.splitlines()]
+    assert ["train", "5,000", "2"] in rows
+    assert ["val", "600", "1"] in rows
+    assert text.endswith(f"next: maxmars train quickstart:data={tmp_path / 'llm.c'}\n")
     train[300] += 1
     write_nanogpt(tmp_path / "other", train, val)
     other = digests(inspect(capsys, tmp_path / "other")[1])
@@ -137,23 +139,6 @@ def test_no_such_directory(tmp_path, capsys):
         code, text = inspect(capsys, path)
         assert code == 1
         assert named in text
-
-
-STREAM, VAL = np.arange(900) % 300, np.arange(70)
-
-
-def test_files_of_other_programs(tmp_path, capsys):
-    write_nanogpt(tmp_path / "nanogpt", STREAM, VAL)
-    for i, tokens in enumerate(np.split(STREAM[:-1], [400])):
-        write_llm_c(tmp_path / "llm.c" / f"books_train_{i:06d}.bin", tokens)
-    write_llm_c(tmp_path / "llm.c" / "books_val_000000.bin", VAL)
-    code, text = inspect(capsys, tmp_path / "llm.c")
-    assert code == 0
-    assert "another program" in text
-    rows = [line.replace("│", " ").split()[:3] for line in text.splitlines()]
-    assert ["train", "899", "2"] in rows
-    assert ["val", "70", "1"] in rows
-    assert f"quickstart:data={tmp_path / 'llm.c'} " in text.splitlines()[-1]
 
 
 @pytest.mark.seconds

@@ -7,7 +7,7 @@ import signal
 import sys
 from pathlib import Path
 
-from maxmars import cli
+from running import exit_code
 
 HERE = Path(__file__).parent
 
@@ -29,13 +29,9 @@ chmod +x "$4/bin/python"
 """
 
 
-def launch(*arguments):
-    """Exit code of a `maxmars` command."""
-    try:
-        cli.main(list(arguments))
-    except SystemExit as error:
-        return error.code
-    return 0
+def launch(*words):
+    """Exit code of `maxmars launch` with these words."""
+    return exit_code("launch", *words)
 
 
 def with_options(words, options):
@@ -56,6 +52,14 @@ def program(path, text):
     path.chmod(0o755)
 
 
+def put_on_path(folder, programs, monkeypatch):
+    """Write these programs, which find the folder as $FAKE_CLOUD, and put them first on PATH."""
+    for name, text in programs.items():
+        program(folder / "on_path" / name, text)
+    monkeypatch.setenv("FAKE_CLOUD", str(folder))
+    monkeypatch.setenv("PATH", f"{folder / 'on_path'}{os.pathsep}{os.environ['PATH']}")
+
+
 class FakeCloud:
     """A TPU of two hosts, at first not there, and `gcloud` on PATH."""
 
@@ -64,14 +68,10 @@ class FakeCloud:
         folder.mkdir(exist_ok=True)
         self.write("hosts", hosts)
         self.train('echo "trained on $FAKE_HOST"')
-        python = f"{sys.executable} -S -E"
-        program(
-            folder / "local" / "gcloud", f'#!/bin/sh\nexec {python} {HERE}/fake_gcloud.py "$@"\n'
-        )
+        gcloud = f'#!/bin/sh\nexec {sys.executable} -S -E {HERE}/fake_gcloud.py "$@"\n'
+        put_on_path(folder, {"gcloud": gcloud}, monkeypatch)
         program(folder / "bin" / "hostname", '#!/bin/sh\necho "tpu-w-$FAKE_HOST"\n')
         program(folder / "bin" / f"python3.{sys.version_info.minor}", HOST_PYTHON)
-        monkeypatch.setenv("FAKE_CLOUD", str(folder))
-        monkeypatch.setenv("PATH", f"{folder / 'local'}{os.pathsep}{os.environ['PATH']}")
 
     def train(self, script):
         """What each host's process does."""

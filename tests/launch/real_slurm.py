@@ -6,10 +6,9 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
-from running import free_port
+from running import free_port, wait_for
 
 KILL_WAIT_S = 5
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "munged", "unshare")
@@ -81,11 +80,10 @@ class RealSlurm:
         self._daemons.append(subprocess.Popen(command, **quiet))
 
     def _wait(self, condition):
-        deadline = time.monotonic() + 60
-        while not condition():
-            logs = {path.name: path.read_text()[-2000:] for path in self._folder.glob("*.log")}
-            assert time.monotonic() < deadline, logs
-            time.sleep(0.2)
+        def shown():
+            return {path.name: path.read_text()[-2000:] for path in self._folder.glob("*.log")}
+
+        wait_for(condition, 60, shown)
 
     def run(self, *command):
         """A command of SLURM after its end."""

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_cloud import launch, program, with_options
+from fake_cloud import launch, put_on_path, with_options
 
 from maxmars.launch import wheel
 
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
-START = ["launch", "gke", CONFIG, "--name", "run1", "--workdir", "/mnt/run1"]
+START = ["gke", CONFIG, "--name", "run1", "--workdir", "/mnt/run1"]
 TPU = [*START, "--topology", "v5p:4x4x4"]
 
 # Writes its words and, of `create`, the file; `get` finds what is named in the file `there`, and
@@ -40,15 +40,13 @@ esac
 
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
-    program(tmp_path / "bin" / "kubectl", KUBECTL)
-    monkeypatch.setenv("FAKE_CLOUD", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    put_on_path(tmp_path, {"kubectl": KUBECTL}, monkeypatch)
     return tmp_path
 
 
 def manifest(capsys, *arguments):
     """The JobSet of a dry run."""
-    assert launch(*arguments[:2], "--dry-run", *arguments[2:]) == 0
+    assert launch(arguments[0], "--dry-run", *arguments[1:]) == 0
     return yaml.safe_load(capsys.readouterr().out)
 
 
@@ -63,7 +61,7 @@ def test_text_that_kubectl_would_take_for_something_else_is_quoted(capsys, tmp_p
     labels = "".join(f" key{word}: '{word}'\n" for word in words)
     patch = tmp_path / "patch.yaml"
     patch.write_text(f"metadata:\n labels:\n{labels.replace(' key', '  key')}")
-    assert launch(*TPU[:2], "--dry-run", *TPU[2:], "--patch", str(patch)) == 0
+    assert launch("gke", "--dry-run", *TPU[1:], "--patch", str(patch)) == 0
     text = capsys.readouterr().out
     for word in words:
         assert f" key{word}: '{word}'\n" in text
@@ -205,8 +203,9 @@ def test_what_is_created(cloud, capsys, monkeypatch):
     assert ("kB" in printed.err, "WANDB_API_KEY" in printed.err) == (True, True)  # what it lacks
 
 
-def test_ctrl_c_ends_the_log_and_not_the_run(cloud):
-    program(cloud / "bin" / "kubectl", '#!/bin/bash\necho "step 1"; exec sleep 60\n')
+def test_ctrl_c_ends_the_log_and_not_the_run(tmp_path, monkeypatch):
+    kubectl = '#!/bin/bash\necho "step 1"; exec sleep 60\n'
+    put_on_path(tmp_path, {"kubectl": kubectl}, monkeypatch)
     command = [sys.executable, "-m", "maxmars", "launch", "gke", "logs", "--name", "run1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     pipes["start_new_session"] = True
@@ -221,14 +220,14 @@ def test_a_jobset_that_is_there(cloud, capsys):
     (cloud / "there").write_text("jobset/run1\n")
     assert launch(*TPU) == 1
     assert "JobSet run1" in capsys.readouterr().err
-    assert launch("launch", "gke", "status", "--name", "run1") == 1  # the fake has no pods
-    assert launch("launch", "gke", "logs", "--name", "run1") == 0
-    assert launch("launch", "gke", "delete", "--name", "run1") == 0
+    assert launch("gke", "status", "--name", "run1") == 1  # the fake has no pods
+    assert launch("gke", "logs", "--name", "run1") == 0
+    assert launch("gke", "delete", "--name", "run1") == 0
     calls = (cloud / "calls").read_text()
     assert "get pods --selector=jobset.sigs.k8s.io/jobset-name=run1" in calls
     assert "delete configmap/run1-source secret/run1-environment" in calls
     (cloud / "forbidden").touch()
-    assert launch("launch", "gke", "delete", "--name", "run1") == 1
+    assert launch("gke", "delete", "--name", "run1") == 1
     assert "ERROR: forbidden" in capsys.readouterr().err
 
 

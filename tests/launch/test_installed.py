@@ -4,7 +4,6 @@ import hashlib
 import os
 import subprocess
 import sys
-import sysconfig
 import venv
 
 import pytest
@@ -45,18 +44,11 @@ def python(tmp_path_factory):
     words = ["--no-deps", "--no-index", "--disable-pip-version-check", f"maxmars @ {url}"]
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", *words]
     subprocess.run(pip, check=True, capture_output=True)
-    ask = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
-    with open(f"{site}/pyproject.toml", "w") as file:  # of some other package
-        file.write("[project]\nname = 'other'\n")
-    folders = [sysconfig.get_path("purelib"), *filter(_is_site, sys.path)]
-    with open(f"{site}/others.pth", "w") as file:  # read in the order of names, so behind maxmars
-        file.write("".join(f"{each}\n" for each in folders))
+    (site,) = (folder / "venv" / "lib").glob("*/site-packages")
+    (site / "pyproject.toml").write_text("[project]\nname = 'other'\n")  # of some other package
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "others.pth").write_text("\n".join(others))  # read in the order of names: after maxmars
     return python
-
-
-def _is_site(path):
-    return path.endswith("site-packages")
 
 
 def run(python, *words, **variables):

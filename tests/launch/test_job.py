@@ -80,6 +80,7 @@ def test_what_a_run_names_goes_along_and_nothing_else(folder):
     ("config", "here", "there"),
     [
         ("quickstart:data=gs://b/x", "quickstart:data=gs://b/x", "quickstart:data=gs://b/x"),
+        ("config.py:data=gs://b/x", "config.py:data=gs://b/x", "/there/config.py:data=gs://b/x"),
         ("./config.py:data=a/b.py", "config.py:data=a/b.py", "/there/config.py:data=a/b.py"),
         (
             "gpt2:size=xl,optimizer=./optim.py:make",

@@ -15,6 +15,7 @@ RUN = ["--name", "run1", "--workdir", "/nfs/run1"]
 TPU = ["tpu-vm", QUICKSTART, *RUN, "--zone", "us-east5-a", "--accelerator", "v5p-16"]
 GKE = ["gke", LARGE_BATCH, *RUN, "--topology", "v5p:4x4x4"]
 SLURM = ["slurm", QUICKSTART, *RUN]
+STATUS = ["tpu-vm", "status", "--name", "run1", "--zone", "us-east5-a"]
 GPT2 = "gpt2:size=small,optimizer=mars"
 TPU_GPT2, GKE_GPT2 = ["tpu-vm", GPT2, *TPU[2:]], ["gke", GPT2, *RUN, "--topology", "v5p:2x2x4"]
 TOKENS = "--data.path"
@@ -92,7 +93,7 @@ def bare_machine(tmp_path, monkeypatch):
 
 def command(words, options):
     options = options.split() if isinstance(options, str) else options
-    return ["launch", *with_options(words, options)]
+    return with_options(words, options)
 
 
 @pytest.mark.parametrize(
@@ -166,23 +167,24 @@ def test_files_that_another_python_imports_are_not_tried_in_this_one(capsys, tmp
     data = ["--", TOKENS, "gs://bucket/tokens"]
     container = "--srun=--container-image=mine"
     for words in (["tpu-vm", *TPU_GPT2[2:]], ["gke", *GKE_GPT2[2:]], ["slurm", *RUN, container]):
-        assert launch("launch", words[0], own, *words[1:], "--dry-run", *data) == 0
-    assert launch("launch", "slurm", own, *RUN, "--dry-run", *data) == 1
+        assert launch(words[0], own, *words[1:], "--dry-run", *data) == 0
+    assert launch("slurm", own, *RUN, "--dry-run", *data) == 1
     assert "not_installed_here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "program"), [(TPU, "gcloud"), (GKE, "kubectl"), (SLURM, "sbatch")]
+    ("words", "program"),
+    [(TPU, "gcloud"), (STATUS, "gcloud"), (GKE, "kubectl"), (SLURM, "sbatch")],
 )
 def test_a_run_without_the_program_of_its_platform(capsys, words, program):
-    assert launch("launch", *words) == 1
+    assert launch(*words) == 1
     assert f"`{program}`" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.skipif(find_spec("jax_plugins") is not None, reason="this JAX has CUDA")
 def test_gpus_are_not_asked_for_to_train_on_cpus(capsys, tmp_path, monkeypatch):
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    words = ["launch", *SLURM, "--dry-run"]
+    words = [*SLURM, "--dry-run"]
     for asked in ("--sbatch=--gres=gpu:8", "--sbatch=--gpus=16", "--gpus-per-node=8"):
         assert launch(*words, asked) == 2  # no CUDA in this Python
         assert sys.executable in capsys.readouterr().err

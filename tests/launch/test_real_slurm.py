@@ -8,7 +8,7 @@ import time
 
 import pytest
 from real_slurm import KILL_WAIT_S, RealSlurm, why_absent
-from running import environment
+from running import environment, wait_for
 
 CONFIG = """
 from maxmars.config import *
@@ -78,12 +78,12 @@ class Launched:
         assert done.returncode == 0, done.stderr
         return re.match(r"submitted job (\d+):", done.stdout)[1]
 
-    def wait_for(self, condition, timeout_s=120):
-        deadline = time.monotonic() + timeout_s
-        while not condition():
+    def wait_for(self, condition):
+        def shown():
             outputs = [path.read_text() for path in self.workdir.glob("slurm-*.out")]
-            assert time.monotonic() < deadline, "\n".join([*outputs, self.slurm.ask("squeue")])
-            time.sleep(0.2)
+            return "\n".join([*outputs, self.slurm.ask("squeue")])
+
+        wait_for(condition, 120, shown)
 
     def state(self, job):
         return self.slurm.job(job)["JobState"]

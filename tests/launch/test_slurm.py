@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_cloud import launch, program, with_options
+from fake_cloud import launch, program, put_on_path, with_options
 from running import gpus_for_jax
 
 from maxmars.config import load_config
@@ -22,6 +22,14 @@ SBATCH += 'echo "42;cluster"\n'
 SCONTROL = """#!/bin/bash
 printf '%s\\n' "$*" >>"$FAKE_CLOUD/calls"
 if [[ $1 == show ]]; then echo "JobId=42 JobState=$(cat "$FAKE_CLOUD/job_state")"; fi
+"""
+SQUEUE = """#!/bin/bash
+echo "squeue $*" >>"$FAKE_CLOUD/calls"
+case "$*" in
+  *--steps*41*) echo "  41.batch batch main"; echo "  41.0 python3 main" ;;
+  *--steps*) ;;
+  *) echo 41; echo 42 ;;
+esac
 """
 # One task of each of two nodes, with what a real one gives them, and says of them.
 SRUN = """#!/bin/bash
@@ -67,20 +75,18 @@ def get_config():
 
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
-    for name, text in {"sbatch": SBATCH, "scontrol": SCONTROL, "srun": SRUN}.items():
-        program(tmp_path / "bin" / name, text)
-    program(tmp_path / "bin" / "squeue", '#!/bin/sh\necho "squeue $*"\n')
+    programs = {"sbatch": SBATCH, "scontrol": SCONTROL, "srun": SRUN, "squeue": SQUEUE}
+    programs["scancel"] = '#!/bin/bash\necho "scancel $*" >>"$FAKE_CLOUD/calls"\n'
+    put_on_path(tmp_path, programs, monkeypatch)
     program(tmp_path / "task", TASK)
     (tmp_path / "job_state").write_text("RUNNING Requeue=1")
-    monkeypatch.setenv("FAKE_CLOUD", str(tmp_path))
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def start(*options):
-    words = ["launch", "slurm", CONFIG, "--name", "run1", "--workdir", "runs/run1"]
+    words = ["slurm", CONFIG, "--name", "run1", "--workdir", "runs/run1"]
     return launch(*with_options(words, options))
 
 
@@ -197,26 +203,12 @@ def test_a_process_that_failed_by_itself_ends_the_job(cloud, capsys, own):
     assert run_job(cloud, path, 0) == (134, ["show job 42", "requeue 42"])
 
 
-def test_status(cloud, capfd):
-    assert launch("launch", "slurm", "status", "--name", "run1") == 0
-    assert capfd.readouterr().out.endswith("--name=run1\n")
-
-
-SQUEUE = """#!/bin/bash
-echo "squeue $*" >>"$FAKE_CLOUD/calls"
-case "$*" in
-  *--steps*41*) echo "  41.batch batch main"; echo "  41.0 python3 main" ;;
-  *--steps*) ;;
-  *) echo 41; echo 42 ;;
-esac
-"""
-
-
-def test_stop_ends_the_requeueing_and_then_asks_the_steps_to_save(cloud, capsys):
-    program(cloud / "bin" / "squeue", SQUEUE)
-    program(cloud / "bin" / "scancel", '#!/bin/bash\necho "scancel $*" >>"$FAKE_CLOUD/calls"\n')
-    assert launch("launch", "slurm", "stop", "--name", "run1") == 0
-    calls = (cloud / "calls").read_text().splitlines()
+def test_stop_ends_the_requeueing_and_then_asks_the_steps_to_save(cloud, capfd):
+    assert launch("slurm", "status", "--name", "run1") == 0
+    assert capfd.readouterr().out == "41\n42\n"
+    assert launch("slurm", "stop", "--name", "run1") == 0
+    squeue, *calls = (cloud / "calls").read_text().splitlines()
+    assert squeue.endswith("--name=run1")
     asked = [call for call in calls if not call.startswith("squeue")]
     assert asked == [
         "update JobId=41 Requeue=0",
@@ -224,7 +216,7 @@ def test_stop_ends_the_requeueing_and_then_asks_the_steps_to_save(cloud, capsys)
         "scancel --signal=TERM 41",
         "scancel 42",  # waits in the queue
     ]
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(capfd.readouterr().out.splitlines()) == 2
 
 
 @pytest.mark.seconds
@@ -234,13 +226,13 @@ def test_functions_that_a_config_names_go_along(cloud, capsys):
     for name in ("data", "more", "optim"):
         (cloud / "mine" / f"{name}.py").write_text(f"def {name}(): pass")
     words = ["mine/config.py", "--name", "run1", "--workdir", "runs/run1", "--nodes", "1"]
-    assert launch("launch", "slurm", *words) == 0
+    assert launch("slurm", *words) == 0
     (copy,) = (cloud / "runs" / "run1").glob("source-*/mine")
     assert {path.name for path in copy.iterdir()} == {"config.py", "data.py", "more.py", "optim.py"}
     config = load_config(str(copy / "config.py"))
     functions = [source.load().__name__ for source in sources_in(config)]
     assert sorted(functions) == ["data", "more", "optim"]
-    assert launch("launch", "slurm", *words, "--", "--optimizer.make", "mine/data.py:data") == 2
+    assert launch("slurm", *words, "--", "--optimizer.make", "mine/data.py:data") == 2
     assert "mine/data.py:data" in capsys.readouterr().err
 
 
@@ -249,14 +241,3 @@ def test_sbatch_refuses(cloud, capsys):
     (cloud / "refuse").touch()
     assert start() == 1
     assert "Invalid partition" in capsys.readouterr().err
-
-
-def test_a_choice_with_slashes_stays_as_it_is(cloud, capsys):
-    (cloud / "mine.py").write_text(
-        "import runpy\n\n"
-        "def get_config(data: str):\n"
-        f"    return runpy.run_path({CONFIG!r})['get_config']()\n"
-    )
-    words = ["mine.py:data=gs://bucket/x", "--name", "run1", "--workdir", "runs/run1"]
-    assert launch("launch", "slurm", *words, "--dry-run") == 0
-    assert "/mine.py:data=gs://bucket/x --workdir" in capsys.readouterr().out

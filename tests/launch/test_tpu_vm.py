@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from fake_cloud import FakeCloud, launch, program, with_options
+from fake_cloud import FakeCloud, launch, with_options
+from running import finish_well, start, wait_for, write_config
 from tiny import first_difference
 from xla_flags import xla_flags
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "configs" / "quickstart.py")
 WHERE = ["--name", "run1", "--zone", "us-east5-a"]
 TWO = ["--mesh.data", "2", "--mesh.fsdp", "8", "--global-batch-size", "16"]  # slices
-START = ["launch", "tpu-vm", CONFIG, *WHERE, "--accelerator", "v5p-16", "--workdir", "/nfs/run1"]
+START = ["tpu-vm", CONFIG, *WHERE, "--accelerator", "v5p-16", "--workdir", "/nfs/run1"]
 START += ["--poll-s", "0.01"]
 
 
@@ -98,20 +98,27 @@ sleep 0.2; exit 75
     assert cloud.count("queued-resources delete run1 --force") == 1  # both slices go
     assert cloud.count("queued-resources ssh run1 --node=all --worker=all", " start") == 2
     assert len(list(cloud.folder.glob("continued[0-3]"))) == 4
-    assert launch("launch", "tpu-vm", "status", *WHERE) == 0
+    assert launch("tpu-vm", "status", *WHERE) == 0
     hosts = "".join(f"tpu-w-{host}: exited 0\n" for host in range(4))
     assert capsys.readouterr().out == f"run1: 2 slices READY\n{hosts}"
     assert launch(*START, "--queued", "--", *TWO[2:]) == 1
     assert "--num-slices=1" in capsys.readouterr().err
 
 
+DOWN = "UNAVAILABLE: The service is currently unavailable."
+
+
 @pytest.mark.seconds
-def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys):
+def test_ssh_that_fails_after_gcloud_and_a_log_whose_connection_breaks(cloud, capsys):
+    """Failures of gcloud are not counted as failures of ssh, of which four in a row end it."""
+    cloud.write("outages", ["", *[DOWN] * 3])  # at the launcher: then the first ssh fails
     cloud.write("ssh_failures", 2)
     cloud.write("follow_lines", 3)
     cloud.train('for i in {1..12}; do echo "line $i"; sleep 0.05; done')
     assert launch(*START) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("line ")]
+    output = capsys.readouterr().out
+    assert (output.count(DOWN), cloud.count(" scp ")) == (3, 2)
+    lines = [line for line in output.splitlines() if line.startswith("line ")]
     assert lines == [f"line {i}" for i in range(1, 13)]
     assert (cloud.count(" follow 0"), cloud.count(" follow 3")) == (1, 1)
 
@@ -120,31 +127,20 @@ def test_ssh_that_fails_and_a_log_whose_connection_breaks(cloud, capsys):
 def test_gcloud_that_fails_for_a_while_is_asked_again(cloud, capsys):
     waiting = [*["WAITING_FOR_RESOURCES"] * 4, "ACTIVE"]
     cloud.write("creations", [{"queued": waiting, "node": ["READY"]}])
-    down = "UNAVAILABLE: The service is currently unavailable."
-    cloud.write("outages", [*[""] * 5, *[down] * 3])  # it has answered before
+    cloud.write("outages", [*[""] * 5, *[DOWN] * 3])  # it has answered before
     cloud.train('echo "step 1"; echo \'["", "INTERNAL: try again"]\' >"$FAKE_CLOUD/outages"')
     assert launch(*START, "--queued", "--delete-when-done") == 0
     output = capsys.readouterr().out
-    assert (output.count(down), output.count("INTERNAL")) == (3, 1)
+    assert (output.count(DOWN), output.count("INTERNAL")) == (3, 1)
     assert cloud.read("node") is None
-    cloud.write("outages", [down])
+    cloud.write("outages", [DOWN])
     assert launch(*START) == 1  # the first question shows what is set up wrong
-    assert down in capsys.readouterr().err
+    assert DOWN in capsys.readouterr().err
     cloud.write("creations", [{"queued": waiting, "node": ["READY"]}])
-    cloud.write("outages", [*[""] * 3, *[down] * 100])
+    cloud.write("outages", [*[""] * 3, *[DOWN] * 100])
     assert launch(*with_options([*START, "--queued"], ["--poll-s", "0.0001"])) == 1
-    assert down in capsys.readouterr().err
+    assert DOWN in capsys.readouterr().err
     assert len(cloud.read("outages")) == 70
-
-
-@pytest.mark.seconds
-def test_failures_of_gcloud_are_not_counted_as_failures_of_ssh(cloud, capsys):
-    down = "UNAVAILABLE: The service is currently unavailable."
-    cloud.write("outages", ["", *[down] * 3])  # at the launcher: then the first ssh fails
-    cloud.write("ssh_failures", 1)
-    cloud.train("echo 'step 1'")
-    assert launch(*START) == 0
-    assert (capsys.readouterr().out.count(down), cloud.count(" scp ")) == (3, 2)
 
 
 @pytest.mark.seconds
@@ -196,8 +192,8 @@ def test_flags_of_gcloud_and_hosts_behind_iap(cloud):
     assert " --internal-ips --network=my net " in create
     reaching = [call for call in cloud.calls() if " ssh " in call or " scp " in call]
     assert all(" --tunnel-through-iap " in call for call in reaching)
-    assert launch("launch", "tpu-vm", "status", *WHERE, "--tunnel-through-iap") == 0
-    assert launch("launch", "tpu-vm", "logs", *WHERE, "--internal-ip") == 0
+    assert launch("tpu-vm", "status", *WHERE, "--tunnel-through-iap") == 0
+    assert launch("tpu-vm", "logs", *WHERE, "--internal-ip") == 0
     assert cloud.count(" --internal-ip ", " follow ") == 1
 
 
@@ -212,7 +208,7 @@ def test_a_run_that_fails_is_not_started_again(cloud, capsys):
     assert "tpu-w-1 exited 1" in captured.err
     assert "tpu-vm delete" in captured.err
     assert cloud.count("--command=bash maxmars-run1.sh start") == 1
-    assert launch("launch", "tpu-vm", "status", *WHERE) == 0
+    assert launch("tpu-vm", "status", *WHERE) == 0
     assert "tpu-w-0: lost\ntpu-w-1: exited 1\n" in capsys.readouterr().out
 
 
@@ -232,7 +228,7 @@ def test_each_host_starts_its_process_again(cloud, capsys):
     assert launch(*START) == 0
     assert sorted((cloud.folder / "starts").read_text().split()) == ["0"] * 3 + ["1"] * 3
     assert cloud.count(" start ") == cloud.count(" scp ") == cloud.count(" create ") == 1
-    assert launch("launch", "tpu-vm", "logs", *WHERE) == 0
+    assert launch("tpu-vm", "logs", *WHERE) == 0
     log = capsys.readouterr().out
     assert "exit code 134" in log
     assert log.rstrip().endswith("trained on 0")
@@ -253,46 +249,39 @@ for _ in {1..1200}; do sleep 0.05; done
 """
 
 
-def wait_until(condition):
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.seconds
 def test_status_logs_stop_and_a_second_watcher(cloud, capsys):
     cloud.train(TRAIN_UNTIL_STOPPED)
-    assert launch("launch", "tpu-vm", "status", *WHERE) == 0
+    assert launch("tpu-vm", "status", *WHERE) == 0
     assert capsys.readouterr().out == "run1: not there\n"
     codes = []
     watchers = [threading.Thread(target=lambda: codes.append(launch(*START)), daemon=True)]
     watchers[0].start()
     pids = [cloud.host(number) / "maxmars-run1" / "train.pid" for number in range(2)]
-    wait_until(lambda: all(pid.exists() for pid in pids))
-    assert launch("launch", "tpu-vm", "status", *WHERE) == 0
+    wait_for(lambda: all(pid.exists() for pid in pids), 20)
+    assert launch("tpu-vm", "status", *WHERE) == 0
     shown = capsys.readouterr().out  # among the lines of the watcher
     assert shown.count("run1: TPU READY\n") >= 2
     assert shown.count(": running\n") == 2
     watchers.append(threading.Thread(target=lambda: codes.append(launch(*START)), daemon=True))
     watchers[1].start()
-    wait_until(lambda: cloud.count(" follow ") == 2)
-    assert launch("launch", "tpu-vm", "stop", *WHERE) == 0
+    wait_for(lambda: cloud.count(" follow ") == 2, 20)
+    assert launch("tpu-vm", "stop", *WHERE) == 0
     for watcher in watchers:
         watcher.join(20)
     output = capsys.readouterr().out
     assert codes == [75, 75]
     assert output.count(": stopped 75\n") == 2
     assert cloud.count(" start ") == 1
-    assert launch("launch", "tpu-vm", "logs", *WHERE) == 0
+    assert launch("tpu-vm", "logs", *WHERE) == 0
     assert capsys.readouterr().out == "step 1\nsaving\n"
-    assert launch("launch", "tpu-vm", "delete", *WHERE) == 0
-    assert launch("launch", "tpu-vm", "delete", *WHERE) == 0
+    assert launch("tpu-vm", "delete", *WHERE) == 0
+    assert launch("tpu-vm", "delete", *WHERE) == 0
     assert capsys.readouterr().out == "run1: deleted\nrun1: there is none\n"
 
 
 @pytest.mark.seconds
-def test_hosts_of_which_one_has_lost_its_process_start_together(cloud, capsys):
+def test_hosts_of_which_one_has_lost_its_process_start_together(cloud):
     cloud.train('trap "exit 75" TERM; echo "$FAKE_HOST" >>"$FAKE_CLOUD/starts"; sleep 0.2')
     assert launch(*START) == 0
     cloud.train("exec -a maxmars sleep 60")
@@ -342,102 +331,42 @@ sleep 0.3; touch "$FAKE_CLOUD/once"; echo '["PREEMPTED"]' >"$FAKE_CLOUD/node"; e
     assert " delete --name run1 --zone us-east5-a`" in output
 
 
-def test_without_gcloud(capsys, monkeypatch):
-    monkeypatch.setenv("PATH", "/nowhere")
-    assert launch("launch", "tpu-vm", "status", *WHERE) == 1
-    assert "`gcloud`" in capsys.readouterr().err
-
-
-def test_a_dry_run_prints_bash_without_secrets(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hush")
-    name = "\nEND_OF_FILE\ntouch bad\nEND_OF_FILE_\n'\"$(touch bad)`touch bad`\\ é"
-    options = ["--zone", "us-south1-ai1b", "--queued", "--env", "HF_TOKEN", "--dry-run"]
-    assert launch(*with_options(START, options), "--", "--name", name) == 0
-    script = capsys.readouterr().out
-    assert "hush" not in script
-    assert "HF_TOKEN='<redacted>'" in script
-    program(tmp_path / "bin" / "gcloud", '#!/bin/sh\necho "$@" >>calls\n')
-    env = os.environ | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(["bash", "-c", script], check=True, cwd=tmp_path, env=env)
-    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
-    asked, asking, *reaching = [call[2:4] for call in calls]
-    assert (asked, asking) == (["queued-resources", "create"], ["queued-resources", "describe"])
-    assert reaching == [["tpu-vm", "scp"], *[["tpu-vm", "ssh"]] * 3]
-    assert all("--zone=us-south1-ai1b" in call for call in calls)
-    written = (tmp_path / "maxmars-run1.sh").read_text()
-    body = (ROOT / "maxmars" / "launch" / "host.sh").read_text()
-    assert written.endswith(body)
-    print_words = "printf '%s\\0' \"${train[@]}\""
-    bash = ["bash", "-c", written.removesuffix(body) + print_words]
-    words = subprocess.run(bash, check=True, cwd=tmp_path, capture_output=True, text=True).stdout
-    assert words.split("\0")[-3:] == ["--name", name, ""]
-    assert not (tmp_path / "bad").exists()
-
-
-class RealTraining:
-    """Two processes that train, for `num_steps`, and the launcher that watches them."""
-
-    def __init__(self, cloud, tmp_path, num_steps, checkpoints):
-        self.cloud, self.config = cloud, tmp_path / "tiny_config.py"
-        self.config.write_text(
-            f"import dataclasses, sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-            "from maxmars.config import CheckpointConfig, EvalConfig, MeshConfig\n"
-            "from tiny import MODEL, tiny_config\n\n"
-            "def get_config():\n"
-            f"    return tiny_config(num_steps={num_steps}, mesh=MeshConfig(fsdp=2),\n"
-            "        model=dataclasses.replace(MODEL, num_layers=1), num_microbatches=1,\n"
-            f"        eval=EvalConfig(every=None), checkpoint=CheckpointConfig({checkpoints}))\n"
-        )
-        slurm = {"JOB_ID": os.getpid(), "STEP_NODELIST": "127.0.0.1", "NTASKS": 2, "LOCALID": 0}
-        variables = "".join(f"export SLURM_{name}={value}\n" for name, value in slurm.items())
-        cloud.train(
-            f"export JAX_PLATFORMS=cpu PYTHONPATH={ROOT} MAXMARS_CACHE={tmp_path / 'cache'}\n"
-            f"export XLA_FLAGS='{xla_flags(1)}'\n"
-            f"{variables}export SLURM_PROCID=$FAKE_HOST\n"  # what finds the processes here
-            f'exec {sys.executable} "$@"\n'
-        )
-
-    def start(self, workdir, *options):
-        self.codes = []
-        command = ["launch", "tpu-vm", str(self.config), *WHERE, "--accelerator", "v5p-16"]
-        command += ["--workdir", str(workdir), *options]
-        launcher = lambda: self.codes.append(launch(*command))  # noqa: E731
-        self.watcher = threading.Thread(target=launcher, daemon=True)
-        self.watcher.start()
-
-    def wait_until(self, condition):
-        deadline = time.monotonic() + 150
-        while not condition():
-            assert time.monotonic() < deadline
-            assert self.watcher.is_alive()
-            time.sleep(0.02)
-
-    def signal(self, host, number):
-        os.kill(int((self.cloud.host(host) / "maxmars-run1" / "train.pid").read_text()), number)
-
-    def end(self):
-        self.watcher.join(240)
-        assert self.codes == [0]
-
-
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_hosts_preempted_and_killed_end_as_if_undisturbed(cloud, tmp_path, capsys, monkeypatch):
     """First the processes end with their hosts and continue on new ones; then the one with JAX's
     coordinator is killed, and the other ends with it."""
     monkeypatch.chdir(tmp_path)
-    training = RealTraining(cloud, tmp_path, 60, "every=15")
-    disturbed, undisturbed = tmp_path / "disturbed", tmp_path / "undisturbed"
-    training.start(disturbed, "--spot", "--queued", "--poll-s", "1")
+    fields = "num_steps=60, num_microbatches=1, model=dataclasses.replace(MODEL, num_layers=1)"
+    fields += ", mesh=MeshConfig(fsdp=2), eval=EvalConfig(every=None)"
+    write_config(tmp_path, f"{fields}, checkpoint=CheckpointConfig(every=15)")
+    slurm = {"JOB_ID": os.getpid(), "STEP_NODELIST": "127.0.0.1", "NTASKS": 2, "LOCALID": 0}
+    variables = "".join(f"export SLURM_{name}={value}\n" for name, value in slurm.items())
+    cloud.train(
+        f"export JAX_PLATFORMS=cpu PYTHONPATH={ROOT} MAXMARS_CACHE={tmp_path / 'cache'}\n"
+        f"export XLA_FLAGS='{xla_flags(1)}'\n"
+        f"{variables}export SLURM_PROCID=$FAKE_HOST\n"  # what finds the processes here
+        f'exec {sys.executable} "$@"\n'
+    )
+    disturbed, codes = tmp_path / "disturbed", []
+    command = ["tpu-vm", "config.py", *WHERE, "--accelerator", "v5p-16", "--spot", "--queued"]
+    command += ["--workdir", str(disturbed), "--poll-s", "0.1"]
+    watcher = threading.Thread(target=lambda: codes.append(launch(*command)), daemon=True)
+    watcher.start()
+
+    def send(signal, host):
+        os.kill(int((cloud.host(host) / "maxmars-run1" / "train.pid").read_text()), signal)
+
     metrics = disturbed / "metrics.jsonl"
-    training.wait_until(lambda: metrics.exists() and metrics.read_text().count("train/loss") >= 8)
+    wait_for(lambda: metrics.exists() and metrics.read_text().count("train/loss") >= 8, 150)
     cloud.write("queued", ["SUSPENDING", "SUSPENDED"])
     cloud.write("node", ["PREEMPTED"])
     for host in range(2):  # as a machine that is taken away does
-        training.signal(host, signal.SIGTERM)
-    training.wait_until(lambda: max(list_steps(disturbed / "checkpoints"), default=0) >= 30)
-    training.signal(0, signal.SIGKILL)
-    training.end()
+        send(signal.SIGTERM, host)
+    wait_for(lambda: max(list_steps(disturbed / "checkpoints"), default=0) >= 30, 150)
+    send(signal.SIGKILL, 0)
+    watcher.join(240)
+    assert codes == [0]
     output = capsys.readouterr().out
     assert "preempted" in output
     assert int(output.split("continuing from step ")[1].split()[0]) >= 8
@@ -448,6 +377,5 @@ def test_two_hosts_preempted_and_killed_end_as_if_undisturbed(cloud, tmp_path, c
     assert re.findall("restart [0-9] of", log) == ["restart 1 of"]
     assert cloud.count(" create ") == cloud.count(" start ") == 2
     assert "done: 60 steps" in (disturbed / "logs" / "host_001.log").read_text()
-    training.start(undisturbed)
-    training.end()
-    assert first_difference(undisturbed, disturbed) is None
+    finish_well([start(tmp_path, "undisturbed")])
+    assert first_difference(tmp_path / "undisturbed", disturbed) is None

@@ -3,6 +3,7 @@ types, by the schema of JobSet's CRD, and by shellcheck."""
 
 import copy
 import json
+import os
 import re
 import shlex
 import shutil
@@ -12,16 +13,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from fake_cloud import launch
+from fake_cloud import launch, program
 from jobset_rules import problems, wrong_by_schema
 from running import gpus_for_jax
 
-from maxmars.launch.job import Job, PackedCode
-from maxmars.launch.tpu_vm import TpuOptions, host_script
-
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
-GKE = ["launch", "gke", CONFIG, "--dry-run", "--name", "run1", "--workdir", "/mnt/run1"]
-SLURM = ["launch", "slurm", CONFIG, "--dry-run", "--name", "run1"]
+GKE = ["gke", CONFIG, "--dry-run", "--name", "run1", "--workdir", "/mnt/run1"]
+SLURM = ["slurm", CONFIG, "--dry-run", "--name", "run1"]
+TPU = ["tpu-vm", CONFIG, "--dry-run", "--name", "run1", "--workdir", "gs://b/r"]
+TPU += ["--zone", "us-south1-ai1b", "--accelerator", "v5p-16"]
 # The labels are texts that YAML's parser in kubectl takes for numbers or truth values.
 PATCH = """
 metadata: {labels: {a: "y", b: "N", c: "1e3", d: "0o17", e: "1.5e3"}}
@@ -91,18 +91,21 @@ def lost(ours, read, path="job"):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_kubectl_reads_a_jobset_as_it_is_meant(name, capsys, files):
+def test_a_jobset_is_one_that_kubernetes_takes_and_kubectl_reads(name, capsys, files):
     text = written(capsys, [*GKE, *OPTIONS[name]], files)
     jobset = yaml.safe_load(text)
+    assert problems(jobset) == []
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    # Kubernetes makes one dollar of two.
+    assert shellcheck(pod["containers"][0]["command"][2].replace("$$", "$")) == ""
     # kubectl does not know JobSet: its parser reads any YAML.
     read = as_kubectl_reads(text, "annotate", "seen=yes")
     assert read["metadata"]["annotations"].pop("seen") == "yes"
     assert read == jobset
     # It has the types of Job and Pod, of which it drops unknown fields.
-    (replicated,) = jobset["spec"]["replicatedJobs"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}}
     job |= replicated["template"]
-    pod = job["spec"]["template"]["spec"]
     read = as_kubectl_reads(json.dumps(job), "set", "image", "maxmars=new")
     pod["containers"][0]["image"] = "new"
     assert lost(job, read) == []
@@ -120,25 +123,12 @@ def test_jobsets_fit_the_schema_of_the_crd(capsys, files, reference_dir):
         )
     crd = yaml.load(path.read_text(), yaml.CSafeLoader)
     (schema,) = [v["schema"]["openAPIV3Schema"] for v in crd["spec"]["versions"]]
-    jobsets = {
-        name: yaml.safe_load(written(capsys, [*GKE, *options], files))
-        for name, options in OPTIONS.items()
-    }
-    assert {name: [*wrong_by_schema(each, schema)] for name, each in jobsets.items()} == {
-        name: [] for name in OPTIONS
-    }
-    wrong = jobsets["tpu"]
+    for options in OPTIONS.values():
+        jobset = yaml.safe_load(written(capsys, [*GKE, *options], files))
+        assert [*wrong_by_schema(jobset, schema)] == [], options
+    wrong = jobset
     wrong["spec"] |= {"nodes": 1, "replicatedJobs": [{"name": 1, "replicas": -1}]}
     assert len([*wrong_by_schema(wrong, schema)]) == 4  # and the template is missing
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_jobset_is_one_that_kubernetes_takes(name, capsys, files):
-    jobset = yaml.safe_load(written(capsys, [*GKE, *OPTIONS[name]], files))
-    assert problems(jobset) == []
-    pod = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-    # Kubernetes makes one dollar of two.
-    assert shellcheck(pod["containers"][0]["command"][2].replace("$$", "$")) == ""
 
 
 def test_the_patch_of_the_page_joins_what_a_spot_run_has(capsys, files):
@@ -161,12 +151,12 @@ def test_the_examples_of_the_help_are_taken(capsys, tmp_path, monkeypatch):
     gpus_for_jax(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mount.sh").touch()
-    assert launch("launch", "--help") == 0
+    assert launch("--help") == 0
     usage = capsys.readouterr().out.split("\n\n")[2].replace("\\\n", "")
     examples = [shlex.split(line) for line in usage.splitlines()]
     assert len(examples) == 2
-    for _, *words in examples:
-        assert launch(*words[:2], "--dry-run", *words[2:]) == 0, capsys.readouterr().err
+    for _, _, platform, *words in examples:
+        assert launch(platform, "--dry-run", *words) == 0, capsys.readouterr().err
 
 
 def test_the_rules_find_faults(capsys, files):
@@ -204,20 +194,35 @@ def test_a_batch_script_passes_shellcheck(options, capsys, files, tmp_path):
     assert shellcheck(script) == ""
 
 
-def test_the_dry_run_of_a_tpu_passes_shellcheck(capsys, files):
-    command = ["launch", "tpu-vm", CONFIG, "--dry-run", "--name", "run1", "--zone", "us-east5-a"]
-    command += ["--accelerator", "v5p-16", "--workdir", "gs://b/r", "--env", "WANDB_API_KEY"]
-    assert shellcheck(written(capsys, command, files)) == ""
+def test_the_dry_run_of_a_tpu_is_bash_without_secrets(capsys, files, tmp_path, monkeypatch):
+    """The script makes the same calls and host script as a launch; shellcheck passes both."""
+    program(tmp_path / "bin" / "gcloud", '#!/bin/sh\necho "$@" >>calls\n')
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    bash = {"check": True, "cwd": tmp_path, "capture_output": True, "text": True}
 
+    def scripts(name):
+        options = ["--queued", "--env", "WANDB_API_KEY", "--setup", "SETUP", "--", "--name", name]
+        script = written(capsys, [*TPU, *options], files)
+        subprocess.run(["bash", "-c", script], **bash)
+        return script, (tmp_path / "maxmars-run1.sh").read_text()
 
-def test_the_script_of_tpu_hosts_passes_shellcheck():
-    code = PackedCode(contents={}, config="quickstart", choices="")
-    words = ("--name", "it's mine")
-    job = Job(name="run1", code=code, workdir="gs://b/r", train_arguments=words, environment={})
-    tpu = {"zone": "us-east5-a", "accelerator": "v5p-16"}
-    setup = Path("mount.sh")
-    options = TpuOptions(config=code.config, name="run1", workdir="gs://b/r", setup=setup, **tpu)
-    assert shellcheck(host_script(options, job)) == ""
+    assert [shellcheck(script) for script in scripts("it's mine")] == ["", ""]
+    (tmp_path / "calls").unlink()
+    name = "\nEND_OF_FILE\ntouch bad\nEND_OF_FILE_\n'\"$(touch bad)`touch bad`\\ é"
+    script, on_host = scripts(name)
+    assert "secret" not in script
+    assert "WANDB_API_KEY='<redacted>'" in script
+    calls = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    asked, asking, *reaching = [call[2:4] for call in calls]
+    assert (asked, asking) == (["queued-resources", "create"], ["queued-resources", "describe"])
+    assert reaching == [["tpu-vm", "scp"], *[["tpu-vm", "ssh"]] * 3]
+    assert all("--zone=us-south1-ai1b" in call for call in calls)
+    body = (README.parent / "host.sh").read_text()
+    assert on_host.endswith(body)
+    print_words = "printf '%s\\0' \"${train[@]}\""
+    words = subprocess.run(["bash", "-c", on_host.removesuffix(body) + print_words], **bash).stdout
+    assert words.split("\0")[-3:] == ["--name", name, ""]
+    assert not (tmp_path / "bad").exists()
 
 
 def test_shellcheck_finds_faults():
