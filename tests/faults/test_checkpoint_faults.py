@@ -6,13 +6,11 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from etils import epath
-from running import environment, free_port, run_python
+from running import environment, finish_well, free_port, run_python, start_python
 
 from maxmars.checkpoint.lock import acquire
 
@@ -20,15 +18,10 @@ WORKER = Path(__file__).parent / "checkpoint_worker.py"
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
-def shortages(tmp_path_factory, cache):
+def shortages(tmp_path_factory):
     """What one process reports of each shortage."""
-    words = [WORKER, "run_out_of", tmp_path_factory.mktemp("shortages")]
-    done = run_python(*words, environment=environment(cache))
+    folder = tmp_path_factory.mktemp("shortages")
+    done = run_python(WORKER, "run_out_of", folder, environment=environment(folder / "cache"))
     reports = map(json.loads, done.stdout.splitlines()[-2:])
     return dict(zip(("limit", "descriptors"), reports, strict=True))
 
@@ -54,35 +47,16 @@ def test_a_reader_in_trouble_takes_no_older_checkpoint(shortages):
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_damage_that_one_process_sees_is_damage_to_all(tmp_path, cache):
-    port = free_port()
+def test_damage_that_one_process_sees_is_damage_to_all(tmp_path):
     owned = acquire(epath.Path(tmp_path / "owned"))
-    command = [sys.executable, str(WORKER), "pair"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(tmp_path / "checkpoints"), str(port), str(i)],
-            env=environment(cache, devices=2),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for i in range(2)
-    ]
-    results = []
-    for process in processes:
-        try:
-            output, errors = process.communicate(timeout=120)
-        finally:
-            process.kill()
-        assert process.returncode == 0, errors
-        results.append(json.loads(output.splitlines()[-1]))
+    words = [WORKER, "pair", tmp_path / "checkpoints", free_port()]
+    outputs = finish_well([start_python(tmp_path, *words, i, devices=2) for i in range(2)])
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
     owned.release()
     for result in results:
         assert f"owned is being written by process {os.getpid()} on" in result["refused"]
-    assert results[0]["due"] == results[1]["due"] == [60, 120, 180]
-    assert [r["step"] for r in results] == [1, 1]
-    assert [r["sound"] for r in results] == [True, True]
+        assert result["due"] == [60, 120, 180]
+        assert (result["step"], result["sound"], result["saved"]) == (1, True, [1, 3])
     assert "another process" in results[0]["skipped"][0][1]
     assert "state cannot be read" in results[1]["skipped"][0][1]
     assert results[0]["left"] == [".lock", "1", "2.damaged"]
-    assert results[0]["saved"] == results[1]["saved"] == [1, 3]

@@ -10,11 +10,12 @@ from maxmars.train import train
 
 @pytest.fixture(scope="session")
 def six_step_run(tmp_path_factory):
-    """A folder with a `run` of 6 steps in two sessions, of which the first was ended after 4, and
-    its `tokens`; tests do not change it."""
+    """A folder with a `run` of 6 steps in two sessions, of which the first was ended after 4, what
+    it was `after_4`, and its `tokens`; tests do not change it."""
     folder = tmp_path_factory.mktemp("six_steps")
-    for num_steps in (4, 6):
-        train(six_steps(folder, num_steps), folder / "run")
+    train(six_steps(folder, 4), folder / "run")
+    shutil.copytree(folder / "run", folder / "after_4")
+    train(six_steps(folder, 6), folder / "run")
     return folder
 
 

@@ -154,50 +154,37 @@ def test_what_takes_less_memory_is_named_in_order():
     ]
 
 
-def in_bfloat16(folder, remat, **changes):
-    """A run whose policies round differently: unrolled, in bfloat16."""
-    model = dataclasses.replace(
-        AUTO_REMAT.model, compute_dtype="bfloat16", scan_unroll=3, remat=remat
-    )
-    return short_config(folder / "tokens", model=model, num_steps=4, **changes)
-
-
 @pytest.mark.slow
-def test_a_run_on_another_mesh_chooses_anew(tmp_path):
+def test_a_run_keeps_its_choices_on_its_mesh_and_chooses_anew_on_another(tmp_path, capsys):
     run = tmp_path / "run"
-    train(dataclasses.replace(in_bfloat16(tmp_path, "full"), num_steps=2), run)
-    train(dataclasses.replace(in_bfloat16(tmp_path, "auto"), mesh=MeshConfig(fsdp=8)), run)
-    found = audited(run, replay=2)
-    assert "model.remat full -> None" in found.changes[0]
+
+    def train_to(num_steps, remat, num_microbatches, **changes):
+        # In bfloat16 and unrolled, policies round differently.
+        model = dataclasses.replace(MODEL, compute_dtype="bfloat16", scan_unroll=3, remat=remat)
+        changes |= {"num_steps": num_steps, "num_microbatches": num_microbatches}
+        train(short_config(tmp_path / "tokens", model=model, **changes), run)
+        return audited(run, replay=2)
+
+    train_to(2, None, 1)
+    found = train_to(4, "full", 2)
+    change = "num_microbatches 1 -> 2, model.remat None -> full"
+    assert f"since step 2: {change}; " in capsys.readouterr().out
+    assert found.verdict == "one trajectory up to rounding"
+    assert found.changes == [f"at step 2: {change}"]
     assert found.replayed == "steps 3 to 4, computed again: the same digest"
 
-
-@pytest.mark.slow
-def test_a_run_that_continues_takes_what_its_record_says(tmp_path):
-    run = tmp_path / "run"
-    first = in_bfloat16(tmp_path, "full", num_microbatches=2)
-    train(dataclasses.replace(first, num_steps=2), run)
-    train(in_bfloat16(tmp_path, "auto", num_microbatches=None), run)
+    found = train_to(6, "auto", None)
     stored = json.loads((run / "config.json").read_text())
     assert (stored["model"]["remat"], stored["num_microbatches"]) == ("full", 2)
     asked = stored["asked"]
     assert (asked["model.remat"], asked["num_microbatches"]) == ("auto", None)
-    found = audited(run, replay=2)
-    assert (found.verdict, found.changes) == ("one trajectory", [])
-    assert found.replayed == "steps 3 to 4, computed again: the same digest"
-
-
-@pytest.mark.slow
-def test_another_policy_and_microbatches_go_on_and_are_replayed(tmp_path, capsys):
-    run = tmp_path / "run"
-    train(dataclasses.replace(in_bfloat16(tmp_path, None, num_microbatches=1), num_steps=2), run)
-    train(in_bfloat16(tmp_path, "full", num_microbatches=2), run)
-    change = "num_microbatches 1 -> 2, model.remat None -> full"
-    assert f"since step 2: {change}; " in capsys.readouterr().out
-    found = audited(run, replay=2)
-    assert found.verdict == "one trajectory up to rounding"
     assert found.changes == [f"at step 2: {change}"]
-    assert found.replayed == "steps 3 to 4, computed again: the same digest"
+    assert found.replayed == "steps 5 to 6, computed again: the same digest"
+
+    found = train_to(8, "auto", None, mesh=MeshConfig(fsdp=8))
+    assert found.changes[1].startswith("at step 6: mesh {'data': 8, ")
+    assert found.changes[1].endswith("num_microbatches 2 -> 1, model.remat full -> None")
+    assert found.replayed == "steps 7 to 8, computed again: the same digest"
 
 
 @pytest.mark.seconds

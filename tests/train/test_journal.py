@@ -15,89 +15,60 @@ from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import Ended, PrefixHash, read_journal
 from maxmars.checkpoint.reader import checksum
 from maxmars.cli import main
-from maxmars.config import CheckpointConfig
 from maxmars.train import train
 from maxmars.train.clock import Clock
-from maxmars.train.init_from import InitFrom
 from maxmars.train.journal import Journal, run_seconds, sessions_of, shares
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A run of 2 steps from the weights of another (`run`), and the same after 4 (`sound`)."""
-    folder = tmp_path_factory.mktemp("journal")
-    start = InitFrom(path=str(folder / "origin"))
-    train(config_of(folder, 1), folder / "origin", quiet=True)
-    train(config_of(folder, 2), folder / "run", init_from=start, quiet=True)
-    shutil.copytree(folder / "run", folder / "sound")
-    train(config_of(folder, 4), folder / "sound", quiet=True)
-    return folder
-
-
-def config_of(folder, num_steps):
-    return tiny.short_config(
-        folder / "tokens", num_steps=num_steps, checkpoint=CheckpointConfig(every=2, keep_last=9)
-    )
-
-
 @pytest.fixture
-def run(folder, tmp_path):
-    shutil.copytree(folder / "run", tmp_path / "run")
-    return tmp_path / "run"
+def run(six_step_run, tmp_path):
+    """The workdir of a run of 4 steps."""
+    return shutil.copytree(six_step_run / "after_4", tmp_path / "run")
 
 
-def go_on(folder, run, init_from=None):
-    """Continue a run to 4 steps, which are those of the sound one; what the audit says."""
-    train(config_of(folder, 4), run, init_from=init_from, quiet=True)
-    digests = [read(workdir / "checkpoints").digest for workdir in (run, folder / "sound")]
+def go_on(six_step_run, run):
+    """Continue to 6 steps, which are those of the sound run; what the audit says."""
+    train(tiny.six_steps(six_step_run), run, quiet=True)
+    digests = [read(workdir / "checkpoints").digest for workdir in (run, six_step_run / "run")]
     assert digests[0] == digests[1]
     return audited(run)
 
 
 @pytest.mark.seconds
-def test_a_line_that_a_kill_cut_off_is_missed_by_nobody(folder, run):
+def test_a_line_that_a_kill_cut_off_is_missed_by_nobody(six_step_run, run):
     with (run / "journal.jsonl").open("a") as file:
-        file.write('{"kind": "saved", "step": 3, "dig')
-    found = go_on(folder, run)
-    assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 4, 2)
+        file.write('{"kind": "saved", "step": 5, "dig')
+    found = go_on(six_step_run, run)
+    assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 6, 2)
 
 
-def test_a_save_without_its_checkpoint_is_no_part_of_the_run(folder, tmp_path, caplog):
-    run = tmp_path / "run"
-    shutil.copytree(folder / "sound", run)
-    shutil.rmtree(run / "checkpoints" / "4")
-    (run / "summary.json").unlink()
-    *lines, _ended = (run / "journal.jsonl").read_text().splitlines(keepends=True)
-    (run / "journal.jsonl").write_text("".join(lines))  # the kill came during the save
-    assert audited(run).verdict == "one trajectory"
-    found = go_on(folder, run)
-    assert "the checkpoint of step 4, which" in caplog.text
-    assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 4, 2)
+def test_a_save_without_its_checkpoint_is_no_part_of_the_run(six_step_run, six_step_copy, caplog):
+    shutil.rmtree(six_step_copy / "checkpoints" / "6")
+    (six_step_copy / "summary.json").unlink()
+    *lines, _ended = (six_step_copy / "journal.jsonl").read_text().splitlines(keepends=True)
+    (six_step_copy / "journal.jsonl").write_text("".join(lines))  # the kill came during the save
+    assert audited(six_step_copy).verdict == "one trajectory"
+    found = go_on(six_step_run, six_step_copy)
+    assert "the checkpoint of step 6, which" in caplog.text
+    assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 6, 2)
 
 
-def test_a_lost_line_is_told_and_stops_no_run(folder, run, caplog):
-    lines = (run / "journal.jsonl").read_text().splitlines()
-    del lines[1]
-    (run / "journal.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    assert go_on(folder, run).verdict == "broken"
-    assert "journal.jsonl lacks lines of step 2 or before; the run goes on" in caplog.text
+def test_changed_records_are_told_and_stop_no_run(six_step_run, run, caplog):
+    lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
+    (run / "journal.jsonl").write_text("".join([lines[0], *lines[2:]]))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:2]))
+    assert go_on(six_step_run, run).verdict == "broken"
+    assert "journal.jsonl lacks lines of step 4 or before; the run goes on" in caplog.text
+    assert "metrics.jsonl changed since step 0" in caplog.text
 
 
-def test_a_journal_that_cannot_be_read_is_no_damage_of_the_checkpoints(folder, run):
-    (run / "journal.jsonl").rename(run / "kept")
+def test_a_journal_that_cannot_be_read_is_no_damage_of_the_checkpoints(six_step_run, run):
+    (run / "journal.jsonl").unlink()
     (run / "journal.jsonl").symlink_to("/dev/zero")
     with refused(ValueError, run / "journal.jsonl"):
-        go_on(folder, run)
+        go_on(six_step_run, run)
     assert not list(run.glob("checkpoints/*.damaged"))
-    (run / "kept").replace(run / "journal.jsonl")
-    assert go_on(folder, run).verdict == "one trajectory"
-
-
-def test_metrics_that_are_not_what_was_recorded_are_told(folder, run, caplog):
-    text = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(text[:2]))
-    go_on(folder, run)
-    assert "metrics.jsonl changed since step 0" in caplog.text
 
 
 def of_format_2(meta):
@@ -110,12 +81,6 @@ def imported(meta):
     return kept | {"config": meta["config"]["model"], "data_digest": None}
 
 
-def rewrite(run, change):
-    for path in run.glob("checkpoints/*/meta/data.json"):
-        meta = change(json.loads(path.read_text()))
-        path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -124,15 +89,17 @@ def rewrite(run, change):
     ],
 )
 def test_what_another_version_wrote_is_refused_in_a_line_by_every_command(
-    folder, run, change, words
+    six_step_run, run, change, words
 ):
     def times():
         paths = [path for path in run.rglob("*") if path.name != ".lock"]
         return {path: path.stat().st_mtime_ns for path in paths}
 
-    rewrite(run, change)
+    for path in run.glob("checkpoints/*/meta/data.json"):
+        meta = change(json.loads(path.read_text()))
+        path.write_text(json.dumps(meta | {"checksum": checksum(meta)}))
     before = times()
-    train_here = ["train", f"quickstart:data={folder / 'tokens'}", "--num-processes", "1"]
+    train_here = ["train", f"quickstart:data={six_step_run / 'tokens'}", "--num-processes", "1"]
     for command in (
         [*train_here, "--workdir", run],
         [*train_here, "--workdir", run.parent / "new", "--init-from", run],
@@ -146,13 +113,6 @@ def test_what_another_version_wrote_is_refused_in_a_line_by_every_command(
             main([str(word) for word in command])
         assert errors.getvalue().count("error:") == 1
     assert times() == before
-
-
-@pytest.mark.seconds
-def test_a_run_from_imported_weights_goes_on_without_them(folder, run):
-    rewrite(folder / "origin", imported)
-    found = go_on(folder, run, init_from=InitFrom(path=str(folder / "origin")))
-    assert (found.verdict, found.last_step) == ("one trajectory", 4)
 
 
 LINES = [  # as a run wrote them, in a journal from before its lines had types

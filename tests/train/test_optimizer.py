@@ -11,14 +11,13 @@ import optax
 import pytest
 from flax import nnx
 from refusals import refused
-from tiny import ADAMW, MODEL, parameters_of, random_params, take_first_step, tiny_config
+from tiny import ADAMW, MODEL, parameters_of, random_params, tiny_config
 from trees import assert_close, take_steps
 
 from maxmars.config import (
     AdamWConfig,
     LionConfig,
     MarsConfig,
-    MeshConfig,
     MomentumKernelConfig,
     MuonConfig,
     NAdamWConfig,
@@ -38,7 +37,6 @@ from maxmars.optim import (
     soap,
 )
 from maxmars.optim.nnx import matrix_specs_of
-from maxmars.train.norms import named_norms
 from maxmars.train.optimizer import (
     COMPONENTS,
     learning_rate_scales,
@@ -252,41 +250,6 @@ def test_schedules(options, expected):
 def test_a_warmup_may_last_to_the_end():
     config = tiny_config(num_steps=10, schedule=ScheduleConfig(warmup_steps=10))
     assert float(make_schedule(config)(10)) == pytest.approx(1.0)
-
-
-def norms_by_name(tree):
-    """Norms of the parts, taken from the names of the parameters rather than of their axes."""
-    squares = dict.fromkeys(COMPONENTS, 0.0)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        names = [entry.key for entry in path]
-        part = "embedding" if names[0] in ("wte", "wpe") else "vector"
-        if names[-1] == "kernel":
-            part = "attention" if "attn" in names else "mlp"
-        squares[part] += np.sum(np.square(leaf.astype(np.float64)))
-    return {part: np.sqrt(total) for part, total in squares.items()}
-
-
-@pytest.mark.smoke
-def test_norms_of_a_step_are_those_of_numpy():
-    config = tiny_config(
-        optimizer=ADAMW,
-        mesh=MeshConfig(data=1),
-        num_microbatches=1,
-        gradient_clip_norm=0.5,
-        schedule=ScheduleConfig(warmup_steps=0),
-    )
-    step = take_first_step(config)
-    metrics, norms = step.metrics, named_norms(step.metrics, Parameters(MODEL))
-    for name, tree, rtol in (
-        ("grad", step.grads, 1e-4),
-        ("param", jax.tree.map(np.add, step.before, step.update), 1e-5),
-        ("update", step.update, 1e-3),
-    ):
-        for part, expected in norms_by_name(tree).items():
-            assert norms[f"train/{name}_norm/{part}"] == pytest.approx(expected, rel=rtol)
-    parts = [norms[f"train/grad_norm/{part}"] for part in COMPONENTS]
-    assert np.linalg.norm(parts) == pytest.approx(metrics["train/grad_norm"], rel=1e-5)
-    assert metrics["train/grad_clipped"] == (metrics["train/grad_norm"] > 0.5)
 
 
 def test_parts_and_rates_follow_from_the_axes():

@@ -180,17 +180,6 @@ def test_a_library_of_another_version_is_told(source, short_config, tmp_path, mo
     assert re.search(r"changed since step 2: optax \S+ -> 9\.9\.9\n", capsys.readouterr().out)
 
 
-@pytest.mark.seconds
-def test_microbatches_are_kept_on_the_same_mesh(source, short_config, tmp_path):
-    workdir = tmp_path / "run"
-    shutil.copytree(source, workdir)
-    for steps, given in ((3, 2), (4, None)):
-        train(short_config(num_steps=steps, num_microbatches=given), workdir)
-        stored = json.loads((workdir / "config.json").read_text())
-        assert stored["num_microbatches"] == 2
-        assert stored["asked"].get("num_microbatches", 2) == given
-
-
 def test_how_the_parts_of_a_mixture_are_read_may_change(continuing, short_config, tmp_path):
     (tmp_path / "own.py").write_text("")
     own = GrainPart(source=f"{tmp_path / 'own.py'}:source", weight=1.0)
@@ -390,24 +379,18 @@ def test_a_run_continues_from_its_own_checkpoints(source, started, capsys):
 
 
 @pytest.mark.seconds
-def test_the_weights_that_a_run_starts_from_are_its_step_0(source, short_config, tmp_path):
+def test_the_weights_that_a_run_starts_from_are_its_step_0(source, started, tmp_path):
     """From the first save on, a kill leaves a run that needs no source."""
-    config = short_config(checkpoint=CheckpointConfig(every=None, keep_last=9))
-    workdir = tmp_path / "run"
-    train(config, workdir, init_from=InitFrom(path=str(source)))
-    assert list_steps(workdir / "checkpoints") == [0, 2]
-    shutil.rmtree(workdir / "checkpoints" / "2")
+    workdir, config = shutil.copytree(started[0], tmp_path / "run"), started[1]
+    assert list_steps(workdir / "checkpoints") == [0, 1, 2]
+    for step in ("1", "2"):
+        shutil.rmtree(workdir / "checkpoints" / step)
     train(config, workdir)
     audited = audit(workdir, replay=2)
     assert (audited.problems, audited.verdict) == ([], "one trajectory")
     began = session_starts(read_journal(workdir))
-    assert [line.init_from["weights"] for line in began] == [str(source / "checkpoints/2")] * 2
+    assert {line.init_from["weights"] for line in began} == {str(source / "checkpoints/2")}
 
-
-@pytest.mark.seconds
-def test_a_start_that_has_nothing_saved_must_name_its_source_again(source, short_config, tmp_path):
-    config, workdir = short_config(), tmp_path / "run"
-    train(config, workdir, init_from=InitFrom(path=str(source)))
     shutil.rmtree(workdir / "checkpoints")
     with refused(ValueError, workdir, source, "--init-from"):
         train(config, workdir)

@@ -13,7 +13,7 @@ from refusals import refused
 from tensorboardX.proto import event_pb2
 from tiny import short_config
 
-from maxmars.config import CheckpointConfig, LogConfig
+from maxmars.config import LogConfig
 from maxmars.distributed.progress import Progress
 from maxmars.train import train
 from maxmars.train.metrics import read_metrics
@@ -56,13 +56,7 @@ def same(rows, expected):
 @pytest.mark.seconds
 def test_tensorboard_has_every_line_of_the_metrics_once_also_after_a_kill(tmp_path):
     directory = tmp_path / "run"
-    keep = CheckpointConfig(every=1, keep_last=9)
-    config = short_config(
-        tmp_path / "tokens",
-        log=LogConfig(every=1, tensorboard=True),
-        checkpoint=keep,
-        num_steps=2,
-    )
+    config = short_config(tmp_path / "tokens", log=LogConfig(every=1, tensorboard=True))
     train(config, directory)
     same(read_tensorboard(directory / "tensorboard"), written_in(directory))
 
@@ -135,17 +129,14 @@ def test_a_service_that_fails_is_dropped_with_one_warning(tmp_path, fails):
 
 
 def opened(config, directory, resume_step, log):
-    directory = epath.Path(directory)
     progress = Progress(quiet=True)
     progress.copy_to(log)
-    tokens = config.tokens_per_step
-    return open_sinks(
-        config,
-        epath.Path(directory),
-        resume_step,
-        tokens=lambda step: step * tokens,
-        progress=progress,
-    )
+
+    def tokens(step):
+        return step * config.tokens_per_step
+
+    where = epath.Path(directory)
+    return open_sinks(config, where, resume_step, tokens=tokens, progress=progress)
 
 
 def test_a_service_that_does_not_open_is_dropped(tmp_path):

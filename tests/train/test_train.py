@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from etils import epath
 from refusals import refused
-from tiny import ADAMW, MODEL, audited, tiny_config, values_of
+from tiny import ADAMW, MODEL, first_difference, tiny_config, values_of
 from token_directories import write_nanogpt, write_shards
 
-from maxmars.checkpoint import load, read
+from maxmars.checkpoint import read
 from maxmars.config import (
     CheckpointConfig,
     EvalConfig,
@@ -29,7 +29,6 @@ from maxmars.config import (
 from maxmars.data import examples
 from maxmars.data.batches import TrainBatches, open_data
 from maxmars.distributed.sharding import make_mesh
-from maxmars.model.parameters import Parameters
 from maxmars.train import TrainResult, train
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import COMPONENTS
@@ -46,27 +45,21 @@ def cache(tmp_path_factory):
         yield
 
 
-def params_of(workdir, config, step=None):
-    abstract = Parameters(config.model).abstract
-    return jax.device_get(load(workdir / "checkpoints", {"params": abstract}, step).state["params"])
-
-
 def steps_of(workdir):
     return sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdigit())
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, cache):
-    """A run of 6 steps from start to end."""
-    workdir = tmp_path_factory.mktemp("finished") / "run"
-    assert train(tiny_config(), workdir).done
-    return workdir
+@pytest.fixture
+def copied(finished_run, tmp_path):
+    """A copy of `finished_run`, and the config to go on with."""
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    return run, read(run / "checkpoints").config
 
 
 @pytest.mark.seconds
 @pytest.mark.smoke
-def test_what_a_run_leaves_behind(finished):
-    names = {path.name for path in finished.iterdir()}
+def test_what_a_run_leaves_behind(finished_run):
+    names = {path.name for path in finished_run.iterdir()}
     assert names == {
         "checkpoints",
         "config.json",
@@ -80,18 +73,14 @@ def test_what_a_run_leaves_behind(finished):
         "tokenizer",
         "verified",
     }
-    assert list(values_of(finished, "train/loss")) == [1, 2, 3, 4, 5, 6]
-    assert list(values_of(finished, "eval/loss")) == [0, 3, 6]
-    assert set(read_metrics(finished)[-3]) == {
+    assert list(values_of(finished_run, "train/loss")) == [1, 2, 3, 4, 5, 6]
+    assert list(values_of(finished_run, "eval/loss")) == [0, 3, 6]
+    assert set(read_metrics(finished_run)[-3]) == {
         "step",
         "tokens",
         "train/loss",
         "train/grad_norm",
-        *(
-            f"train/{name}_norm/{part}"
-            for name in ("grad", "param", "update")
-            for part in COMPONENTS
-        ),
+        *(f"train/{of}_norm/{part}" for of in ("grad", "param", "update") for part in COMPONENTS),
         "train/param_norm",
         "train/update_norm",
         "train/learning_rate",
@@ -109,49 +98,42 @@ def test_what_a_run_leaves_behind(finished):
         "perf/data_wait",
         "perf/goodput",
     }
-    written = values_of(finished, "perf/checkpoint_blocking_time")
+    written = values_of(finished_run, "perf/checkpoint_blocking_time")
     assert list(written) == [2, 4, 6]
     assert all(0 < seconds < 60 for seconds in written.values())
-    assert steps_of(finished) == [4, 6]  # the newest two of 2, 4 and 6
-    assert read(finished / "checkpoints").config == tiny_config()
-    environment = json.loads((finished / "environment.json").read_text())
+    environment = json.loads((finished_run / "environment.json").read_text())
     assert environment["num_devices"] == 8
-    rows = (finished / "parameters.txt").read_text().splitlines()
+    rows = (finished_run / "parameters.txt").read_text().splitlines()
     assert rows[0].split() == ["parameter", "shape", "kind", "matrix", "rule", "rate", "decay"]
     assert rows[-1].startswith("wte.embedding")
     assert rows[-1].split()[-3:] == ["mars-adamw", "1.0", "0.0"]
-    evaluations = values_of(finished, "eval/loss")
+    evaluations = values_of(finished_run, "eval/loss")
     assert evaluations[6] < evaluations[3] < evaluations[0]
     assert evaluations[0] == pytest.approx(np.log(257), abs=0.1)
 
 
 @pytest.mark.smoke
-def test_a_continued_run_equals_an_uninterrupted_one_bit_by_bit(finished, tmp_path, capsys):
-    # decay_steps is the horizon of the whole run, so that a shorter one follows the same schedule.
-    schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
-    train(tiny_config(num_steps=4, schedule=schedule), tmp_path)
-    result = train(tiny_config(schedule=schedule), tmp_path)
+def test_a_continued_run_equals_an_uninterrupted_one_bit_by_bit(copied, finished_run, capsys):
+    run, config = copied
+    for step in ("4", "6"):
+        shutil.rmtree(run / "checkpoints" / step)
+    result = train(config, run)
     printed = capsys.readouterr().out
-    assert "continuing from step 4" in printed
+    assert "continuing from step 2" in printed
     assert "done: 6 steps, 1.54k tokens in " in printed
-    assert values_of(tmp_path, "train/loss") == values_of(finished, "train/loss")
-    assert values_of(tmp_path, "eval/loss")[6] == values_of(finished, "eval/loss")[6]
+    assert first_difference(run, finished_run) is None
+    assert values_of(run, "eval/loss") == values_of(finished_run, "eval/loss")
     assert result == TrainResult(
         done=True,
         step=6,
-        train_loss=values_of(finished, "train/loss")[6],
-        eval_loss=values_of(finished, "eval/loss")[6],
-        workdir=epath.Path(tmp_path),
+        train_loss=values_of(finished_run, "train/loss")[6],
+        eval_loss=values_of(finished_run, "eval/loss")[6],
+        workdir=epath.Path(run),
     )
-    config = tiny_config()
-    jax.tree.map(
-        np.testing.assert_array_equal, params_of(tmp_path, config), params_of(finished, config)
-    )
-    check_summary(tmp_path)
 
 
-def check_summary(workdir):
-    """What `summary.json` says of a run of 6 steps that was done after 4, and then continued."""
+def test_the_summary_of_a_run_of_two_sessions(six_step_run):
+    workdir = six_step_run / "run"
     summary = json.loads((workdir / "summary.json").read_text())
     assert (summary["done"], summary["step"], summary["sessions"]) == (True, 6, 2)
     assert summary["tokens"] == 6 * 16 * 16
@@ -168,42 +150,20 @@ def check_summary(workdir):
     assert seconds["restart"] == seconds["repeated"] == 0
 
 
-@pytest.mark.slow
-def test_a_run_continues_on_another_mesh(finished, tmp_path, capsys):
-    schedule = ScheduleConfig(warmup_steps=2, decay_steps=6)
-    train(tiny_config(num_steps=4, schedule=schedule, mesh=MeshConfig(fsdp=4, tensor=2)), tmp_path)
-    other = tiny_config(schedule=schedule, mesh=MeshConfig(fsdp=8), num_microbatches=None)
-    train(other, tmp_path)
-    assert "fsdp=8 tensor=1, num_microbatches 2 -> 1; the loss" in capsys.readouterr().out
-    found = audited(tmp_path)
-    assert found.verdict == "one trajectory up to rounding"
-    (change,) = found.changes
-    assert change.startswith("at step 4: mesh {'data': 1, ")
-    assert change.endswith("num_microbatches 2 -> 1")
-    ours, expected = values_of(tmp_path, "train/loss"), values_of(finished, "train/loss")
-    for step in expected:
-        assert ours[step] == pytest.approx(expected[step], abs=1e-5)
+def test_more_steps_keep_the_schedule_and_say_so(six_step_run):
+    run = six_step_run / "run"
+    assert "still follows the schedule over 4 steps" in (run / "logs/host_000.log").read_text()
+    rates = values_of(run, "train/learning_rate")
+    assert rates[6] == pytest.approx(0.1 * rates[1])  # its end
+    assert read(run / "checkpoints").config.schedule.decay_steps == 4
 
 
-@pytest.mark.seconds
-def test_more_steps_keep_the_schedule_and_say_so(tmp_path, capsys):
-    schedule = ScheduleConfig(warmup_steps=1)
-    config = tiny_config(num_steps=2, schedule=schedule, eval=EvalConfig(every=None), **QUICK)
-    train(config, tmp_path)
-    train(dataclasses.replace(config, num_steps=3), tmp_path)
-    assert "still follows the schedule over 2 steps" in capsys.readouterr().out
-    assert values_of(tmp_path, "train/learning_rate")[3] == pytest.approx(
-        6e-5
-    )  # its end: 0.1 x peak
-    assert read(tmp_path / "checkpoints").config.schedule.decay_steps == 2
-    assert not values_of(tmp_path, "eval/loss")
-
-
-def test_another_run_in_the_workdir_is_refused(finished):
-    before = {path: path.read_bytes() for path in finished.rglob("*.json*")}
-    with refused(ValueError, finished, "seed", "0 there", "1 here"):
-        train(tiny_config(seed=1), finished)
-    assert {path: path.read_bytes() for path in finished.rglob("*.json*")} == before
+def test_another_run_in_the_workdir_is_refused(copied):
+    run, config = copied
+    before = {path: path.read_bytes() for path in run.rglob("*.json*")}
+    with refused(ValueError, run, "seed", "0 there", "1 here"):
+        train(dataclasses.replace(config, seed=1), run)
+    assert {path: path.read_bytes() for path in run.rglob("*.json*")} == before
 
 
 @pytest.mark.parametrize(
@@ -232,23 +192,6 @@ def test_nothing_is_written_when_the_config_does_not_fit(tmp_path, monkeypatch, 
     with refused(ValueError, *named):
         train(tiny_config(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_a_run_on_a_mixture_waits_less_for_data_than_for_steps(tmp_path):
-    for i in range(2):
-        stream = np.random.default_rng(i).integers(0, 257, 3000)
-        write_shards(tmp_path / str(i), stream, stream[:600], vocab_size=257)
-    parts = tuple(MixturePart(path=str(tmp_path / str(i)), weight=0.5) for i in range(2))
-    changes = {"num_steps": 4, "eval": EvalConfig(every=100, num_windows=8), **QUICK}
-    changes |= {"checkpoint": CheckpointConfig(every=None)}
-    config = tiny_config(data=MixtureConfig(parts=parts), **changes)
-    train(config, tmp_path / "run")
-    waits, times = (
-        values_of(tmp_path / "run", key) for key in ("perf/data_wait", "perf/step_time")
-    )
-    assert 0 <= waits[4] < times[4]
-    assert read(tmp_path / "run" / "checkpoints").config == config
 
 
 BREAKS = """
@@ -361,21 +304,20 @@ def test_checkpoints_by_the_clock(tmp_path):
     assert len(read_metrics(tmp_path)) == 4 + 4 + 1  # and what the saves and the first step took
 
 
-def test_a_last_evaluation_that_is_missing_is_made_and_nothing_else(finished, tmp_path, capsys):
-    workdir = tmp_path / "run"
-    shutil.copytree(finished, workdir)
+def test_a_last_evaluation_that_is_missing_is_made_and_nothing_else(copied, finished_run, capsys):
+    workdir, config = copied
     lines = (workdir / "metrics.jsonl").read_text().splitlines(keepends=True)
     kept = [line for line in lines if (json.loads(line)["step"], "eval/loss" in line) != (6, True)]
     assert len(kept) == len(lines) - 1
     (workdir / "metrics.jsonl").write_text("".join(kept))
-    result = train(tiny_config(), workdir)
+    result = train(config, workdir)
     assert (result.done, result.step) == (True, 6)
-    assert result.eval_loss == values_of(finished, "eval/loss")[6]
+    assert result.eval_loss == values_of(finished_run, "eval/loss")[6]
     assert len(read_metrics(workdir)) == len(lines)
-    assert steps_of(workdir) == [4, 6]
+    assert steps_of(workdir) == [2, 4, 6]
     before = (workdir / "metrics.jsonl").read_bytes()
     capsys.readouterr()
-    assert train(tiny_config(), workdir) == result
+    assert train(config, workdir) == result
     assert "all 6 steps are done" in capsys.readouterr().out
     assert (workdir / "metrics.jsonl").read_bytes() == before
 
