@@ -66,10 +66,6 @@ def take_steps(tx, params, gradients, *, state=None, extra=None) -> Steps:
     return Steps(steps.updates, steps.params, state)
 
 
-def compiled_update(tx, params, state):
-    return jax.jit(tx.update).lower(params, state, params).compile()
-
-
 def mesh_of(data=1, fsdp=1, tensor=1):
     """A mesh of the first devices."""
     return first_devices(MeshConfig(data=data, fsdp=fsdp, tensor=tensor))

@@ -89,10 +89,6 @@ def ademamix(gradients, warmup, alpha=8.0, b1=0.9, b2=0.999, b3=0.9999, eps=1e-8
         yield mixed / (np.sqrt(square / (1 - b2**t)) + eps)
 
 
-def lion(momenta):
-    return map(np.sign, momenta)
-
-
 def spectral(momenta, scale):
     """Orthogonalised momenta: `spectral` for a spectral norm of 1 and more, `rms` for an RMS of
     0.2."""
@@ -102,20 +98,17 @@ def spectral(momenta, scale):
         yield newton_schulz(m) * sizes[scale]
 
 
-def normuon(gradients, momentum, b2):
-    """arXiv 2510.05491: rows, which are outputs, of even size, and the norm as it was."""
+def even_rows(directions, b2):
+    """NorMuon, arXiv 2510.05491: rows, which are outputs, of even size, and the norm as it was."""
     moment = 0.0
-    for m in nesterov(gradients, momentum):
-        u = newton_schulz(m)
+    for u in directions:
         moment = b2 * moment + (1 - b2) * np.mean(u**2, axis=0, keepdims=True)
         even = u / (np.sqrt(moment) + 1e-10)
-        even = even * np.linalg.norm(u) / (np.linalg.norm(even) + 1e-10)
-        yield even * np.sqrt(max(1, u.shape[1] / u.shape[0]))
+        yield even * np.linalg.norm(u) / (np.linalg.norm(even) + 1e-10)
 
 
-def soap(gradients, *, frequency, sides, first_bases, b1=0.95, b2=0.95, beta=0.95, eps=1e-8):
-    """The momentum is in the parameter's own basis; the first direction is zero. `sides` says which
-    of the two sides are preconditioned."""
+def soap(gradients, *, frequency, first_bases, b1=0.95, b2=0.95, beta=0.95, eps=1e-8):
+    """The momentum is in the parameter's own basis; the first direction is zero."""
     g = gradients[0]
     grams, bases = [np.zeros((n, n)) for n in g.shape], [np.eye(n) for n in g.shape]
     m, v = np.zeros_like(g), np.zeros_like(g)
@@ -130,7 +123,7 @@ def soap(gradients, *, frequency, sides, first_bases, b1=0.95, b2=0.95, beta=0.9
         yield direction
         for i, outer in enumerate([g @ g.T, g.T @ g]):
             grams[i] = beta * grams[i] + (1 - beta) * outer
-        for i in np.flatnonzero(sides):
+        for i in range(2):
             if t == 0:
                 bases[i] = np.asarray(first_bases[i])
             elif t % frequency == 0:

@@ -4,10 +4,11 @@ The checks are those of `optax/contrib/_common_test.py` and `optax/_src/sharding
 """
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import itertools
 import pydoc
-from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import optax
 import optax.contrib
 import pytest
 import trees
+from gpt2_matrices import make_mesh
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refusals import refused
 
@@ -36,16 +38,16 @@ from maxmars.optim import (
     scale_by_orthogonalization,
     scale_by_soap,
     soap,
-    soap_shardings,
 )
+from maxmars.plan.collectives import collectives
 
 
-@dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Case:
     """An optimizer with its options, and the argument of `update` that takes another gradient."""
 
     factory: object
-    options: dict = field(default_factory=dict)
+    options: dict = dataclasses.field(default_factory=dict)
     second_gradient: str | None = None
 
     def __call__(self, learning_rate=0.01, **options):
@@ -94,7 +96,9 @@ CASES = {
     "moonlight": Case(moonlight),
     "soap": Case(soap),
     "normuon": Case(muon, {"row_normalization": 0.95}),
-    "muon hyperball": Case(muon, {"weight_update": WeightUpdate(hyperball=True)}),
+    "muon hyperball": Case(
+        muon, {"weight_update": WeightUpdate(hyperball=True, kinds=("matrix", "embedding"))}
+    ),
     "adam floor": Case(adam_floor),
     "muon with a kernel": Case(muon, {"momentum_kernel": KERNEL}),
     "mars adamw with a kernel": Case(mars, {"momentum_kernel": KERNEL}),
@@ -109,9 +113,11 @@ def ask(*names):
 # What shares its code with another finds its minima, and is asked no more.
 SIMILAR = {
     "mars adamw amsgrad",
+    "mars lion",
     "mars shampoo memory-efficient",
     "mars m",
     "mars over nadam",
+    "muon",
     "moonlight",
     "mars adamw with a kernel",
     "soap with a kernel",
@@ -248,6 +254,41 @@ def test_the_state_is_an_ordinary_tree(case):
     assert any((a != b).any() for a, b in zip(leaves, jax.tree.leaves(mapped), strict=True))
     for other in (copy, restored):
         assert_close(update(case, tx, params, other, params), expected, rtol=0, atol=0)
+
+
+NARROW = {"mu_dtype": "bfloat16", "last_grad_dtype": "bfloat16", "amsgrad": True}
+ONE_SIDE = {"max_precondition_dim": 128}
+LAYERS = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
+BYTES = [
+    (mars, {}, (64, 64), "float32", 3 * 4),
+    (mars, {"last_grad_dtype": "bfloat16"}, (64, 64), "float32", 2 * 4 + 2),
+    (mars, {"exact": True}, (64, 64), "float32", 2 * 4),
+    (mars, {"gamma": 0.0}, (64, 64), "float32", 2 * 4),
+    (mars, {"variant": "m"}, (64, 64), "float32", 2 * 4),
+    (mars, EFFICIENT, (64, 64), "float32", 4),
+    (mars, NARROW, (64, 64), "bfloat16", 4 * 2),
+    (mars, NARROW, (64, 64), "float16", 2 * 2 + 2 * 4),  # where squares of gradients are zero
+    # SOAP's Gram matrices and bases of both sides are in float32.
+    (soap, {}, (64, 64), "float32", 2 * 4 + 2 * 2 * 4),
+    (soap, {"mu_dtype": "bfloat16"}, (64, 64), "float32", 2 + 4 + 16),
+    (soap, {"mu_dtype": "bfloat16"}, (64, 64), "bfloat16", 2 + 2 + 16),
+    (soap, {"mu_dtype": "bfloat16"}, (64, 64), "float16", 2 + 4 + 16),
+    (soap, {"matrix_specs": LAYERS}, (7, 64, 64), "float32", 8 + 16),
+    (soap, ONE_SIDE, (64, 256), "float32", 8 + 2 * 4 * 64 / 256),
+    (soap, ONE_SIDE, (256, 512), "float32", 8),
+    (soap, {}, (50304, 768), "float32", 8 + 2 * 4 * 768 / 50304),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "shape", "dtype", "expected"), BYTES)
+def test_bytes_of_the_state_for_each_parameter(make, options, shape, dtype, expected):
+    tx, param = make(0.1, **options), jax.ShapeDtypeStruct(shape, dtype)
+    state = jax.eval_shape(tx.init, param)
+    arrays = [x for x in jax.tree.leaves(state) if x.size > 1]
+    found = sum(x.size * x.dtype.itemsize for x in arrays) / param.size
+    assert found == pytest.approx(expected)
+    extra = {"prev_grads": param} if "exact" in options else {}
+    assert jax.eval_shape(tx.update, param, state, param, **extra) == (param, state)
 
 
 @every_kind
@@ -446,25 +487,6 @@ def test_in_float16_it_moves_as_far_as_in_float32(case):
     np.testing.assert_allclose(moved("float16"), moved("float32"), rtol=0.05)
 
 
-@ask("mars shampoo", "soap")
-def test_mask_and_specs_may_be_functions_of_all_parameters_by_name(case):
-    params = {"kernel": jnp.ones((4, 3)), "norm": jnp.ones((2, 3))}
-    grads = jax.tree.map(lambda p: 0.1 * p, params)
-
-    def mask(tree):
-        return {"kernel": tree["norm"].ndim == 2, "norm": False}
-
-    def specs(tree):
-        return {"kernel": MatrixSpec(rows=(0,), cols=(tree["norm"].ndim - 1,)), "norm": None}
-
-    functions = {"mask": mask, "matrix_specs": specs}
-    results = []
-    for given in (functions, {name: of(params) for name, of in functions.items()}):
-        tx = case(weight_decay=0.1, **given)
-        results.append(update(case, tx, grads, tx.init(params), params)[0])
-    assert_close(*results)
-
-
 @ask("mars adamw exact", "muon", "soap")
 def test_without_jit_it_compiles_nothing_after_its_first_steps(case):
     params = {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}
@@ -556,68 +578,75 @@ def test_masked_and_partitioned_it_acts_on_its_share_alone(case):
 # --- meshes --------------------------------------------------------------------------------------
 
 PARTITIONS = {
-    "stack": PartitionSpec(None, "fsdp", "tensor"),
+    "c_attn": PartitionSpec(None, "fsdp", None, "tensor"),
+    "mlp": PartitionSpec(None, ("tensor", "fsdp")),
     "table": PartitionSpec("tensor", "fsdp"),
     "norm": PartitionSpec("fsdp"),
 }
 SPECS = {
-    "stack": MatrixSpec(batch=(0,), rows=(1,), cols=(2,), partition=PARTITIONS["stack"]),
-    "table": MatrixSpec(rows=(0,), cols=(1,), partition=PARTITIONS["table"]),
+    "c_attn": MatrixSpec(
+        batch=(0,), rows=(1,), cols=(2, 3, 4), split=(2,), partition=PARTITIONS["c_attn"]
+    ),
+    "mlp": MatrixSpec(batch=(0,), rows=(1,), cols=(2,), partition=PARTITIONS["mlp"]),
+    "table": MatrixSpec(rows=(0,), cols=(1,), partition=PARTITIONS["table"], embedding=True),
     "norm": None,
 }
-SHAPES = {"stack": (3, 8, 4), "table": (4, 8), "norm": (8,)}
+SHAPES = {"c_attn": (2, 8, 3, 2, 4), "mlp": (3, 16, 6), "table": (8, 16), "norm": (8,)}
+ROWS = 2 * 3 * 8 + 3 * 6  # outputs of the matrices that are orthogonalised
+# Meshes of SOAP and of Newton-Schulz alone: test_soap_on_mesh.py, test_orthogonalize.py.
+MESHES = ((2, 2, 2), (1, 8, 1), (1, 4, 2))
+ON_MESHES = [name for name in CASES if name not in SIMILAR | {"soap"}]
 
 
-def optimizer_on(case, mesh):
-    return case(matrix_specs=SPECS, mesh=mesh)
-
-
-def assert_like_params(tree, params, mesh):
-    """Each leaf lies like the parameter of its name and shape; those of SOAP, where they belong."""
-    wanted = soap_shardings(tree, mesh, SPECS)
-    soaps = {
-        jax.tree_util.keystr(path): sharding
-        for path, sharding in jax.tree_util.tree_leaves_with_path(wanted)
-    }
-    checked = 0
+def count_in_place(tree, mesh):
+    """The number of leaves of parameters and of their states, each of which must lie like its
+    parameter; but an axis that a state sums over is not cut."""
+    count = 0
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        key = jax.tree_util.keystr(path)
-        param = params.get(getattr(path[-1], "key", None)) if path else None
-        if key in soaps:
-            assert x.sharding.is_equivalent_to(soaps[key], x.ndim), key
-            checked += 1
-        elif param is not None and param.shape == x.shape:
-            assert x.sharding.is_equivalent_to(param.sharding, x.ndim), key
-            checked += 1
-    return checked
+        name = getattr(path[-1], "key", None)
+        if name in SHAPES and x.ndim == len(SHAPES[name]):
+            axes = zip(x.shape, PARTITIONS[name], strict=False)
+            wanted = PartitionSpec(*(cut if size > 1 else None for size, cut in axes))
+            assert x.sharding.is_equivalent_to(NamedSharding(mesh, wanted), x.ndim), path
+            count += 1
+    return count
 
 
-# SOAP, and the tests of `orthogonalize`, have Auto axes in files of their own.
-@ask(*(name for name in CASES if name not in SIMILAR | {"soap"}))
-def test_init_and_update_keep_the_shardings(case):
+@pytest.mark.parametrize(("name", "shape"), [*zip(ON_MESHES, itertools.cycle(MESHES))])
+def test_a_mesh_changes_nothing_and_gathers_no_matrix(x64, name, shape):
+    case, mesh = CASES[name], make_mesh(shape)
+    options = {} if case.factory is adam_floor else {"ns_dtype": "float64"}
+
+    def trained(mesh):
+        tx = case(weight_decay=0.1, matrix_specs=SPECS, mesh=mesh, **options)
+        params, *grads = (
+            trees.put(trees.random_tree(i, SHAPES, dtype="float64"), mesh, PARTITIONS)
+            for i in range(5)
+        )
+        return tx, trees.take_steps(tx, params, grads, extra=case.extra(grads[::-1]))
+
+    (_, expected), (tx, found) = trained(None), trained(mesh)
+    params, state = found.params[-1], found.state
+    assert_close((found.params, state), (expected.params, expected.state), rtol=1e-11, atol=1e-12)
+    assert count_in_place((params, state), mesh) >= 2 * len(SHAPES)
+    update = jax.jit(tx.update).lower(params, state, params, **case.extra(params))
+    moved = collectives(update.compile(), mesh)
+    others = sum(collective.bytes for collective in moved if collective.op != "all-to-all")
+    assert others <= 8 * (ROWS * ("row_normalization" in case.options) + 40), others
+
+
+@ask(*ON_MESHES)
+def test_on_explicit_axes_init_and_update_keep_the_types(case):
+    """Which have the shardings."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
-    rng = np.random.default_rng(0)
     with jax.set_mesh(mesh):
-        params = {
-            name: jax.device_put(
-                rng.standard_normal(shape).astype(np.float32),
-                NamedSharding(mesh, PARTITIONS[name]),
-            )
-            for name, shape in SHAPES.items()
-        }
-        tx = optimizer_on(case, mesh)
+        params = trees.put(trees.random_tree(0, SHAPES), mesh, PARTITIONS)
+        tx = case(matrix_specs=SPECS, mesh=mesh)
         state = tx.init(params)
-        updates, new_state = update(case, tx, params, state, params)
-        assert assert_like_params(state, params, mesh) >= 3
-        assert assert_like_params(new_state, params, mesh) >= 3
-        assert assert_like_params(updates, params, mesh) == 3
-        # On Explicit axes the shardings are part of the types.
-        assert types(new_state) == types(state) == types(jax.eval_shape(tx.init, params))
-        assert types(updates) == types(params)
-    plain = optimizer_on(case, None)
-    local = jax.tree.map(np.asarray, params)
-    expected = update(case, plain, local, plain.init(local), local)[0]
-    assert_close(jax.tree.map(np.asarray, updates), expected, rtol=2e-2, atol=1e-5)
+        assert count_in_place(state, mesh) >= len(SHAPES)
+        assert types(jax.eval_shape(tx.init, params)) == types(state)
+        after = jax.eval_shape(tx.update, params, state, params, **case.extra(params))
+        assert types(after) == types((params, state))
 
 
 @pytest.mark.parametrize(
@@ -627,19 +656,20 @@ def test_init_and_update_keep_the_shardings(case):
 def test_explicit_axes_say_the_partition_and_the_mesh(name, mesh_is_given, in_context):
     """As the type of a traced array has them, a `MatrixSpec` and an optimizer may do without."""
     case, mesh = CASES[name], jax.make_mesh((4, 2), ("fsdp", "tensor"))
-    bare = {"stack": MatrixSpec(batch=(0,), rows=(1,), cols=(2,)), "table": None, "norm": None}
-    rng = np.random.default_rng(0)
-    local = {k: rng.standard_normal(shape).astype(np.float32) for k, shape in SHAPES.items()}
+    local = trees.random_tree(0, {name: SHAPES[name] for name in ("mlp", "norm")})
+    bare = {"mlp": dataclasses.replace(SPECS["mlp"], partition=None), "norm": None}
+    # Else rounding flips signs, and decides on bases for a side of which gradients have not all.
+    options = {"eps": 1e-2} | ({"max_precondition_dim": 8} if name == "soap" else {})
 
     def updates_of(params, mesh):
-        tx = case(matrix_specs=bare, mesh=mesh, eps=1e-2)  # else rounding flips signs
+        tx = case(matrix_specs=bare, mesh=mesh, **options)
         state, run = tx.init(params), jax.jit(tx.update)
         for _ in range(2):  # SOAP's first step is none
             updates, state = jax.block_until_ready(run(params, state, params))
         return updates
 
     with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
-        params = jax.device_put(local, {k: NamedSharding(mesh, PARTITIONS[k]) for k in local})
+        params = trees.put(local, mesh, PARTITIONS)
         updates = updates_of(params, mesh if mesh_is_given else None)
         assert types(updates) == types(params)
     expected = updates_of(local, None)

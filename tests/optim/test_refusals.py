@@ -14,19 +14,23 @@ from refusals import refused
 from maxmars.optim import (
     GradientRequest,
     MatrixSpec,
+    WeightUpdate,
     describe,
+    kernel_preset,
     mars,
     mars_over,
     momentum_kernel,
     muon,
     newton_schulz,
     orthogonalize,
+    scale_by_orthogonalization,
     soap,
 )
 
 PARAMS = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
 STACK = MatrixSpec(batch=(0,), rows=(1,), cols=(2,))
 C_ATTN = functools.partial(MatrixSpec, batch=(0,), rows=(1,), cols=(2, 3, 4))
+EMA = momentum_kernel((0.9,), (1.0,))
 mars_m = functools.partial(mars, 0.1, variant="m")
 both_rates = {"vector_learning_rate": 0.1, "vector_learning_rate_scale": 0.2}
 
@@ -71,7 +75,6 @@ REFUSED = [
     (lambda: mars_m(ns_dtype="float64"), "ns_dtype=float64", "JAX_ENABLE_X64=1"),
     (lambda: muon(0.1, momentum=0.0), "momentum=0.0"),
     (lambda: muon(0.1, momentum=1.5), "momentum=1.5"),
-    (lambda: momentum_kernel((0.0,), (1.0,)), "decays=0.0"),
     (lambda: soap(0.1, b1=1.0), "b1=1.0"),
     (lambda: soap(0.1, b2=-0.1), "b2=-0.1"),
     (lambda: soap(0.1, shampoo_beta=1.0), "shampoo_beta=1.0"),
@@ -86,6 +89,24 @@ REFUSED = [
     (lambda: newton_schulz(PARAMS["w"], dtype=jnp.float64), "ns_dtype=float64"),
     (lambda: orthogonalize({"w": np.ones((3, 4), "f")}, scale="spectrum"), "scale='spectrum'"),
     (lambda: orthogonalize(PARAMS, row_normalization=0.95), "row_normalization=0.95"),
+    (lambda: mars(0.1, row_normalization=0.95), "row_normalization=0.95", "adamw"),
+    (lambda: scale_by_orthogonalization(row_normalization=1.0), "row_normalization=1.0"),
+    (lambda: scale_by_orthogonalization(row_normalization=-0.5), "row_normalization=-0.5"),
+    (lambda: WeightUpdate(hyperball=True, floor=0.35), "hyperball", "floor"),
+    (lambda: WeightUpdate(floor=-1.0), "floor", "-1.0"),
+    (lambda: WeightUpdate(kinds=("norms",)), "norms", "vector"),
+    # momentum kernels
+    (lambda: momentum_kernel((0.0,), (1.0,)), "decays=0.0"),
+    (lambda: momentum_kernel((0.9, 1.0), (0.5, 0.5)), "decays=1.0"),
+    (lambda: momentum_kernel((0.9, 0.99), (1.0,)), "weights=(1.0,)", "(0.9, 0.99)"),
+    (lambda: momentum_kernel((0.9,), (1.0,), debias=(True, False)), "decays=(0.9,)"),
+    (lambda: momentum_kernel((), ()), "decays=()"),
+    (lambda: kernel_preset("three_ema"), "'three_ema'", "'two_ema'"),
+    (lambda: kernel_preset("ademamix"), "end_step"),
+    (
+        lambda: mars_m(clip_threshold=None, memory_efficient=True, momentum_kernel=EMA),
+        "momentum_kernel",
+    ),
     # rates of vectors
     (lambda: mars(0.1, **both_rates), *both_rates),
     (lambda: soap(0.1, **both_rates), *both_rates),

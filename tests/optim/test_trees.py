@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from refusals import refused
+from trees import assert_close
 
 from maxmars.optim import (
     MatrixSpec,
@@ -152,21 +153,29 @@ def test_update_takes_a_module_with_functions_where_there_is_no_gradient(make):
 @pytest.mark.parametrize("make", [mars, muon, soap], ids=lambda make: make.__name__)
 def test_functions_are_called_once_in_init_and_once_in_update_with_the_parameters(make):
     seen = {"mask": [], "specs": []}
+    matrix = MatrixSpec(rows=(0,), cols=(1,))
 
     def mask(params):
         seen["mask"].append(params["norm"].dtype)
-        return {"norm": params["norm"].dtype == jnp.bfloat16}
+        return {"kernel": params["norm"].dtype == jnp.bfloat16, "norm": False}
 
     def specs(params):
         seen["specs"].append(params["norm"].dtype)
-        return {"norm": None}
+        return {"kernel": matrix if params["norm"].ndim == 1 else None, "norm": None}
 
-    tx = make(0.1, weight_decay=1.0, mask=mask, matrix_specs=specs)
-    params, grads = {"norm": jnp.ones(4, jnp.bfloat16)}, {"norm": jnp.zeros(4)}
-    updates, _ = tx.update(grads, tx.init(params), params)
+    params = {"kernel": jnp.ones((4, 3), jnp.bfloat16), "norm": jnp.ones(4, jnp.bfloat16)}
+    grads = {"kernel": 0.1 * jnp.ones((4, 3)), "norm": jnp.zeros(4)}
+    given = {
+        "mask": {"kernel": True, "norm": False},
+        "matrix_specs": {"kernel": matrix, "norm": None},
+    }
+    functions = make(0.1, weight_decay=1.0, mask=mask, matrix_specs=specs)
+    updates, _ = functions.update(grads, functions.init(params), params)
     assert seen == dict.fromkeys(seen, [jnp.dtype("bfloat16")] * 2)
-    if make is not muon:  # whose vectors do not decay
-        assert (updates["norm"] < 0).all()
+    same = make(0.1, weight_decay=1.0, **given)
+    expected, _ = same.update(grads, same.init(params), params)
+    assert_close(updates, expected)
+    assert not updates["norm"].any()
 
 
 @pytest.mark.parametrize(
