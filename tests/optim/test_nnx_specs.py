@@ -48,6 +48,11 @@ LAYERS = {
         spec(batch=1, rows=1),
         spec(batch=1),
     ),
+    "said otherwise": (
+        nnx.Linear(4, 6, kernel_metadata={"matrix_spec": None}, rngs=RNGS),
+        spec(cols=2),
+        spec(),
+    ),
 }
 
 
@@ -133,11 +138,6 @@ def test_the_kernel_of_a_convolution_in_groups_is_a_vector_unless_a_spec_says_ot
     depthwise = nnx.Conv(6, 12, (3,), feature_group_count=6, rngs=RNGS)  # has nothing of a matrix
     assert not specs_of(depthwise)["kernel"].is_matrix
     assert specs_of(nnx.Conv(1, 12, (3,), rngs=RNGS))["kernel"].is_matrix
-
-
-def test_metadata_overrules_a_layer():
-    layer = nnx.Linear(4, 6, kernel_metadata={"matrix_spec": None}, rngs=RNGS)
-    assert specs_of(layer)["kernel"] == spec(cols=2)
 
 
 def test_an_unknown_layer_must_say_what_it_is():
