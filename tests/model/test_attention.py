@@ -54,21 +54,17 @@ def test_splash_equals_the_plain_formula(dtype, masked, length):
     assert_close(result, expected, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize(("length", "masked"), [(20, False), (300, True)])  # of 1 and 4 blocks
-def test_blocks_equal_the_plain_formula(length, masked):
-    arrays = inputs("float32", (2, length, 2, 16))
+@pytest.mark.parametrize(
+    ("dtype", "masked", "length"),
+    [("float32", False, 20), ("float32", True, 300), ("bfloat16", False, 256)],
+)
+def test_blocks_equal_the_plain_formula(dtype, masked, length):
+    shape = (2, length, 2, 16)
     segment_ids = random_segments(2, length) if masked else None
-    expected = result_and_gradients(causal_attention, *arrays, SCALE, segment_ids)
-    assert_close(
-        result_and_gradients(blocked_attention, *arrays, SCALE, segment_ids), expected, 1e-5
-    )
-
-
-def test_blocks_in_bfloat16():
-    result = result_and_gradients(blocked_attention, *inputs("bfloat16"), SCALE, None)
-    assert {x.dtype for x in result} == {jnp.dtype("bfloat16")}
-    expected = result_and_gradients(causal_attention, *inputs("float32"), SCALE, None)
-    assert_close(result, expected, TOLERANCE["bfloat16"])
+    expected = result_and_gradients(causal_attention, *inputs("float32", shape), SCALE, segment_ids)
+    result = result_and_gradients(blocked_attention, *inputs(dtype, shape), SCALE, segment_ids)
+    assert {x.dtype for x in result} == {jnp.dtype(dtype)}
+    assert_close(result, expected, TOLERANCE[dtype])
 
 
 def test_blocks_compute_no_logits_of_later_keys():

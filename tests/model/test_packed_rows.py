@@ -88,7 +88,7 @@ def test_logits_are_those_of_the_documents_alone():
 def test_a_mask_counts_the_targets_that_it_names():
     """The other targets are as if they were not there; a row's first token is none anyway."""
     tokens = np.random.default_rng(1).integers(0, 256, (4, 17)).astype(np.int32)
-    until = np.array([17, 9, 4, 4])
+    until = np.array([17, 9, 9, 9])
     batch = {"tokens": tokens, "mask": with_mean_one(np.arange(17) < until[:, None])}
     result = loss_and_grads(PLAIN)(random_params(MODEL), batch)
     assert_close(result, one_by_one([row[:n] for row, n in zip(tokens, until, strict=True)]))
