@@ -240,21 +240,14 @@ def test_lines_that_were_printed_outlive_the_row_of_a_wait():
 
 
 @pytest.mark.seconds
-def test_a_wait_soon_after_another_line_is_shown_away_from_a_terminal():
-    progress, output = on_file(Clock())
-    progress.update("step 1/9", 1, 9)
-    with progress.waiting("compiling"):
-        time.sleep(2.5)
-    assert without_times(output.getvalue()) == ["step 1/9", "compiling"]
-
-
-@pytest.mark.seconds
 @pytest.mark.filterwarnings("error")
-def test_a_full_disk_while_a_wait_is_shown_stops_nothing():
+def test_a_wait_soon_after_another_line_is_shown_and_a_full_disk_stops_nothing():
     def fail(text):
         raise OSError(errno.ENOSPC, "no space")
 
-    progress, _ = on_file(Clock())
-    progress.copy_to(fail)
-    with progress.waiting("compiling"):
+    (progress, output), (other, _) = on_file(Clock()), on_file(Clock())
+    progress.update("step 1/9", 1, 9)
+    other.copy_to(fail)
+    with progress.waiting("compiling"), other.waiting("compiling"):
         time.sleep(2.5)
+    assert without_times(output.getvalue()) == ["step 1/9", "compiling"]
