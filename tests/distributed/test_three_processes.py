@@ -34,8 +34,9 @@ CONFIG = """
     eval=EvalConfig(every=8, num_windows=20, batch_size=12),
     schedule=ScheduleConfig(warmup_steps=2, decay_steps=24),
     checkpoint=CheckpointConfig(every=4, keep_last=9),
-    hang_timeout_s=20.0,
+    hang_timeout_s=10.0,
 """
+LOST = " of 3 has lost another process of the run"
 SHARDED = ("--mesh.fsdp", "3")
 
 
@@ -67,22 +68,21 @@ def test_after_a_kill_and_a_hang_all_three_continue_bit_by_bit(folder, undisturb
     def start_three():
         return start_together(folder, "run", 3, *SHARDED)
 
-    def assert_ended(processes, reason):
-        outputs = []
+    def ends(processes):
+        """The last words of each process, and its whole output."""
+        found = []
         for process in processes:
             code, output = finish(process)
             assert code == EXIT_CODE, output
-            lines = [line for line in output.splitlines() if line.startswith("maxmars: ")]
-            assert len(lines) == 1, output
-            assert reason in lines[0]
-            assert f"Exit code {EXIT_CODE}: the same command, in every process" in lines[0]
-            outputs.append(output)
-        return outputs
+            (line,) = [line for line in output.splitlines() if line.startswith("maxmars: ")]
+            assert f"Exit code {EXIT_CODE}: the same command, in every process" in line
+            found.append((line, output))
+        return found
 
     *others, victim = start_three()
     wait_until(lambda: list_steps(workdir / "checkpoints"), victim)
     victim.kill()
-    assert_ended(others, "has lost another process of the run")
+    assert all(LOST in line for line, _ in ends(others))
     finish(victim)
     saved = max(list_steps(workdir / "checkpoints"))
     begun = (workdir / "metrics.jsonl").stat().st_ino  # each start writes the file anew
@@ -90,8 +90,12 @@ def test_after_a_kill_and_a_hang_all_three_continue_bit_by_bit(folder, undisturb
     wait_until(lambda: (workdir / "metrics.jsonl").stat().st_ino != begun, others[0])
     wait_for_steps(workdir, saved + 2, others[0])
     victim.send_signal(signal.SIGSTOP)
-    outputs = assert_ended(others, " of 3 hangs: ")
-    assert "reporter.py" in outputs[0]  # where it waits
+    found = ends(others)
+    hanging = [output for line, output in found if " of 3 hangs: " in line]
+    assert hanging
+    assert all("reporter.py" in output for output in hanging)  # where it waits
+    # On a busy machine the second one may see the first one leave before its own time is up.
+    assert len(hanging) + sum(LOST in line for line, _ in found) == 2
     victim.kill()
     finish(victim)
     finish_well(start_three())
