@@ -44,10 +44,11 @@ def test_the_root_holds_the_rooms_and_nothing_else():
     assert [room for room in FLOOR if not (PACKAGE / room / "README.md").exists()] == []
 
 
-def test_importing_the_commands_does_not_load_jax():
-    commands = [f"maxmars.cli.{p.stem}" for p in (PACKAGE / "cli").glob("*.py")]
-    program = f"import sys, maxmars.config, {', '.join(commands)}; print('jax' in sys.modules)"
-    assert run_python("-c", program, folder=ROOT).stdout.strip() == "False"
+def test_neither_commands_nor_the_preparation_of_text_load_jax():
+    modules = [f"maxmars.cli.{p.stem}" for p in (PACKAGE / "cli").glob("*.py")]
+    modules += ["maxmars.config", "maxmars.data.prepare"]
+    program = f"import sys, {', '.join(modules)}; print({{'jax', 'grain'}} & set(sys.modules))"
+    assert run_python("-c", program, folder=ROOT).stdout.strip() == "set()"
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only a git checkout lists its files")

@@ -396,12 +396,6 @@ def test_python_sources_are_prepared_by_several_at_once(tmp_path, monkeypatch):
         prepare_python_sources()
 
 
-def test_light_imports():
-    """Preparing text needs no accelerator library."""
-    code = "import sys, maxmars.data.prepare; assert not {'jax', 'grain'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_a_directory_of_an_earlier_version_is_read():
     """`version_2` is one that maxmars made when 2 was the version."""
     texts = [*pieces(read(VERSION_2, "train")), *pieces(read(VERSION_2, "val"))]
