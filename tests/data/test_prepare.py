@@ -1,4 +1,3 @@
-import dataclasses
 import hashlib
 import os
 import shutil
@@ -11,15 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from corpora import is_held_out
-from etils import epath
+from corpora import is_held_out, write_rows
 from refusals import refused
 
 from maxmars.data.corpus import PythonSources, TextFiles, Texts
 from maxmars.data.formats import open_directory
 from maxmars.data.metadata import read_metadata
-from maxmars.data.prepare import Preparation, prepare, prepare_python_sources
-from maxmars.data.tasks import Recipe
+from maxmars.data.prepare import prepare, prepare_python_sources
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 
 EOT = ByteTokenizer.eot
@@ -144,10 +141,8 @@ def test_a_blank_before_a_text_is_not_before_each_piece(tmp_path, scheme):
     options = {"tokenizer": ours, "validation_fraction": 0.0, "task_bytes": 30_000}
     run(TextFiles([str(tmp_path / "a.txt")]), tmp_path / "out", **options)
     assert ours.decode(read(tmp_path / "out", "train")[:-1]) == text
-    assert (load(tmp_path / "out").eot_token, load(tmp_path / "out").digest) == (
-        "</s>",
-        ours.digest,
-    )
+    read_back = load(tmp_path / "out")
+    assert (read_back.eot_token, read_back.digest) == ("</s>", ours.digest)
 
 
 class Failing(ByteTokenizer):
@@ -200,22 +195,19 @@ def test_other_arguments_do_not_continue(tmp_path):
 
 
 def test_a_text_that_changes_meanwhile_is_told_as_that(tmp_path):
-    for name in "ab":
-        (tmp_path / f"{name}.txt").write_text(f"{name} " * 100)
-    first = TextFiles([str(tmp_path / "a.txt")])
-    recipe = Recipe(corpus=first, tokenizer=ByteTokenizer(), source="*.txt", task_bytes=50)
-    preparation = Preparation(recipe, epath.Path(tmp_path) / "out")
-    preparation.begin()
-    preparation.run_task(0)
-    before = sorted((tmp_path / "out").rglob("*"))
-    os.utime(tmp_path / "a.txt", (1, 1))
-    for corpus in (TextFiles([str(tmp_path / "a.txt")]), TextFiles([str(tmp_path / "*.txt")])):
-        with refused(ValueError, tmp_path / "out", "another text", "*.txt") as raised:
-            Preparation(
-                dataclasses.replace(recipe, corpus=corpus), epath.Path(tmp_path) / "out"
-            ).run()
+    out, options = tmp_path / "out", {"source": "*.jsonl", "task_bytes": 50}
+    for name in ("a.jsonl", "b.jsonl"):
+        write_rows(tmp_path / name, [f"row {i}" for i in range(20)])
+    with pytest.raises(KeyboardInterrupt):
+        run(TextFiles([str(tmp_path / "a.jsonl")]), out, tokenizer=Failing("row 19"), **options)
+    before = sorted(out.rglob("*"))
+    os.utime(tmp_path / "a.jsonl", (1, 1))
+    for pattern in ("a.jsonl", "*.jsonl"):
+        corpus = TextFiles([str(tmp_path / pattern)])
+        with refused(ValueError, out, "another text", "*.jsonl") as raised:
+            run(corpus, out, **options)
         assert corpus.fingerprint[:8] not in str(raised.value)
-    assert sorted((tmp_path / "out").rglob("*")) == before
+    assert sorted(out.rglob("*")) == before
 
 
 def test_white_space_alone_is_no_document(tmp_path):
@@ -270,12 +262,9 @@ def test_a_text_that_the_tokenizer_refuses_is_named(tmp_path):
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "own.json"))
     (tmp_path / "text.jsonl").write_text('{"text": "a a"}\n{"text": "a b"}\n')
+    corpus, own = TextFiles([str(tmp_path / "text.jsonl")]), load(tmp_path / "own.json")
     with refused(ValueError, "text.jsonl:16", "tokenizer.json"):
-        run(
-            TextFiles([str(tmp_path / "text.jsonl")]),
-            tmp_path / "out",
-            tokenizer=load(str(tmp_path / "own.json")),
-        )
+        run(corpus, tmp_path / "out", tokenizer=own)
 
 
 def test_what_a_killed_last_step_left_is_removed(tmp_path):
@@ -292,23 +281,17 @@ def test_what_a_killed_last_step_left_is_removed(tmp_path):
 
 
 def test_another_process_may_complete_it_during_a_task(tmp_path):
-    options = {"source": "a test", "task_bytes": 200, "corpus": Texts(documents(30))}
+    docs, out = documents(30), tmp_path / "out"
 
     class Overtaken(ByteTokenizer):
         def encode(self, text):
-            if not (tmp_path / "out" / "meta.json").exists():
-                recipe = Recipe(tokenizer=ByteTokenizer(), **options)
-                other = Preparation(recipe, epath.Path(tmp_path) / "out")
-                other.run()
-                other.finish()
+            if not (out / "meta.json").exists():
+                run(docs, out, task_bytes=200)
             return super().encode(text)
 
-    preparation = Preparation(
-        Recipe(tokenizer=Overtaken(), **options), epath.Path(tmp_path) / "out"
-    )
-    preparation.run()
-    assert preparation.finish() == run(documents(30), tmp_path / "whole", task_bytes=200)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    metadata = run(docs, out, tokenizer=Overtaken(), task_bytes=200)
+    assert metadata == run(docs, tmp_path / "whole", task_bytes=200)
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 class Dying(ByteTokenizer):
