@@ -63,7 +63,7 @@ def test_a_split_that_would_be_empty_gets_the_last_row(tmp_path, task_bytes):
 
 @pytest.mark.parametrize("fraction", [0.01, 0.5, 0.99])
 def test_no_split_stays_empty(tmp_path, fraction):
-    for count in (2, 3, 20):
+    for count in (2, 20):
         texts, path = [f"row {i}" for i in range(count)], tmp_path / f"{count}.jsonl"
         write_rows(path, [*texts, "", ""])
         train, val = prepared(path, tmp_path / f"out{count}", validation_fraction=fraction)
@@ -92,7 +92,7 @@ AFTER_ITS_TASK = "a\n" * 440 + "b" * 69 + "\n" + "c" * 49 + "\n"  # nine tenths 
         (LINES, None, "txt"),
         (LINES, 1000, "txt"),
         (LINES, None, "txt.gz"),
-        ([AFTER_ITS_TASK], 10, "txt"),
+        ([AFTER_ITS_TASK], 25, "txt"),
     ],
 )
 def test_texts_give_their_ends_from_a_line_break_on(tmp_path, texts, task_bytes, ending):

@@ -50,7 +50,7 @@ def contents(directory):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"shard_tokens": 77}, {"task_bytes": 50}, {"shard_tokens": 500, "task_bytes": 1500}],
+    [{}, {"shard_tokens": 77}, {"task_bytes": 200}, {"shard_tokens": 500, "task_bytes": 1500}],
 )
 def test_a_split_is_a_stream_of_whole_documents(tmp_path, options):
     docs = [(name, text * (i % 7)) for i, (name, text) in enumerate(documents(60))]
