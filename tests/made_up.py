@@ -2,7 +2,16 @@
 
 import json
 
-from maxmars.compare.trials import Row, Trial
+from maxmars.compare.curves import Curve
+from maxmars.compare.trials import Comparison, Contender, Row, Trial
+
+
+def made_comparison(config, grids, names, *, num_seeds=3, **changes) -> Comparison:
+    """Contenders of the same config and grids, to be compared with the first of them."""
+    grids = tuple(grids)
+    contenders = tuple(Contender(name=name, config=config, grids=grids) for name in names)
+    fields = {"seeds": tuple(range(num_seeds)), "budget": 1, "finalists": 1} | changes
+    return Comparison(contenders=contenders, baseline=contenders[0].name, **fields)
 
 
 def made_row(trial: Trial, loss: float, **changes) -> Row:
@@ -19,6 +28,12 @@ def made_row(trial: Trial, loss: float, **changes) -> Row:
         "environment": {},
     }
     return Row(trial=trial, loss=loss, **fields | changes)
+
+
+def made_curve(loss: float) -> Curve:
+    """Two evaluations, of which the first is at 6 nats."""
+    points = {"steps": (0, 1), "tokens": (0, 100), "losses": (6.0, loss)}
+    return Curve(loss_of="validation loss", **points, step_time_s=0.1)
 
 
 def change_rows(workdir, change, contender="lion"):

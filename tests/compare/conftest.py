@@ -1,14 +1,29 @@
 """One comparison of tiny models, made from the command line, which the tests of this room read."""
 
 import contextlib
+import dataclasses
+import math
 import shutil
 from pathlib import Path
 
 import pytest
+from made_up import made_curve, made_row
 from tiny import short_config
 
 from maxmars import cli
-from maxmars.compare.trials import Comparison, read_comparison
+from maxmars.compare.grids import make_grid
+from maxmars.compare.run import find_start
+from maxmars.compare.search import next_trials
+from maxmars.compare.trials import (
+    Comparison,
+    Contender,
+    Row,
+    Trial,
+    open_comparison,
+    read_comparison,
+    write_row,
+)
+from maxmars.config.load import load_comparison
 
 CONFIG = """
 import sys
@@ -29,7 +44,7 @@ def get_config(
         chosen = ADAMW if optimizer == "adamw" else LionConfig()
     return short_config(
         Path({tokens!r}),
-        model=replace(MODEL, embed_dim=int(size)),
+        model=replace(MODEL, num_layers=1, embed_dim=int(size)),
         optimizer=chosen,
         eval=EvalConfig(every=9, num_windows=16),
         checkpoint=CheckpointConfig(every=None),
@@ -78,8 +93,42 @@ def comparison(compared) -> Comparison:
 @pytest.fixture
 def kept(compared, tmp_path) -> Path:
     """A copy of what of that comparison is kept, to write into."""
-    kept = tmp_path / "kept"
-    kept.mkdir()
+    return copy_rows(compared, tmp_path / "kept")
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory, compare_command) -> Path:
+    given = load_comparison(compare_command[1])
+    contenders = []
+    for name, rates in given.grids.items():
+        config = dataclasses.replace(given.contenders[name], num_steps=4)
+        grid = make_grid(config, "learning_rate", rates["learning_rate"])
+        contenders.append(Contender(name=name, config=config, grids=(grid,)))
+    shared = {"baseline": "adamw", "seeds": (0, 1), "budget": 2, "finalists": 1}
+    comparison = Comparison(contenders=tuple(contenders), **shared)
+    folder = tmp_path_factory.mktemp("made")
+    open_comparison(comparison, folder)
+    starts = [find_start(dataclasses.replace(config, seed=seed)) for seed in (0, 1)]
+    rows: dict[Trial, Row] = {}
+    while trials := next_trials(comparison, rows):
+        rate, (weights, tokens) = dict(trials[0].setting)["learning_rate"], starts[trials[0].seed]
+        loss = math.inf if rate > 1 else 5 - 100 * rate
+        own = {"curve": made_curve(loss), "final_state": "1" * 64}
+        row = made_row(trials[0], loss, initial_weights=weights, tokens=tokens, **own)
+        rows[trials[0]] = row
+        write_row(row, folder)
+    return folder
+
+
+@pytest.fixture
+def made(made_once, tmp_path) -> Path:
+    """The directory of that comparison with made-up losses in its rows, to write into; its trials
+    start as real ones do."""
+    return copy_rows(made_once, tmp_path / "made")
+
+
+def copy_rows(workdir, to):
+    to.mkdir()
     for name in ("compare.json", "rows.jsonl"):
-        shutil.copy(compared / name, kept)
-    return kept
+        shutil.copy(workdir / name, to)
+    return to

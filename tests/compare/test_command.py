@@ -106,52 +106,38 @@ def test_a_comparison_in_a_config_file(compare_command, tmp_path, recorded):
     assert kept["compared"]["lion"][2]["scanned"] == [0.9]
 
 
+MINE = "import optax\n\ndef make(learning_rate, b1=0.9, weight_decay=0.03): ...\n"
+
+
 @pytest.mark.seconds
 def test_the_one_line_with_own_data_and_an_own_optimizer(tmp_path, monkeypatch):
+    """Keyword defaults of its function are fields, tuned as those that the others have."""
     write_shards(tmp_path / "data", np.arange(64), vocab_size=300)
-    (tmp_path / "mine.py").write_text(
-        "import optax\n\ndef make(learning_rate):\n    return optax.sgd(learning_rate)\n"
-    )
+    own, out = tmp_path / "mine.py", tmp_path / "out"
+    own.write_text(MINE)
     monkeypatch.chdir(tmp_path)
-    words = "--tune learning_rate --budget 8 --seeds 3 --num-steps 60 --eval.every 30 --workdir out"
-    with stopped(1, "64 tokens"):  # of 64 tokens no batch can be made
-        main(
-            [
-                *("compare", "quickstart:data=data"),
-                *("--optimizers", "adamw", "mars_m", "muon", "mine.py:make"),
-                *("--eval.own", "mine.py:make"),  # is left out, as HellaSwag is
-                *words.split(),
-            ]
-        )
-    kept = json.loads((tmp_path / "out" / "compare.json").read_text())
+    words = ["quickstart:data=data", "--optimizers", "adamw", "mars_m", "muon", "mine.py:make"]
+    words += ["--eval.own", "mine.py:make"]  # is left out, as HellaSwag is
+    words += ["--num-steps", "60", "--eval.every", "30", "--workdir", "out"]
+    words += ["--tune", "learning_rate", "weight_decay"]
+    with stopped(1):  # its function makes nothing
+        main(["compare", *words])
+    assert not out.exists()
+    own.write_text(MINE.replace("...", "return optax.adamw(learning_rate, b1)"))
+    with stopped(1, "64 tokens"):  # of which no batch can be made
+        main(["compare", *words])
+    kept = json.loads((out / "compare.json").read_text())
     assert list(kept["compared"]) == ["adamw", "mars_m", "muon", "mine"]
+    for grids in kept["compared"].values():
+        assert [grid["field"] for grid in grids] == ["learning_rate", "weight_decay"]
+    assert kept["compared"]["mine"][1]["scanned"] == [0.03]
     config = from_dict(kept["configs"]["mine"])
     assert config.optimizer.make == Source.parse("mine.py:make")
     assert (config.model.vocab_size, config.num_steps, config.eval.every) == (300, 60, 30)
     assert config.eval.own is None
     assert "learning_rate" not in kept["configs"]["mine"]["optimizer"]["options"]
-    (copy,) = (tmp_path / "out" / "sources").rglob("mine.py")
-    assert copy.read_text() == (tmp_path / "mine.py").read_text()
-
-
-@pytest.mark.seconds
-def test_an_own_optimizer_is_tuned_over_the_fields_that_the_others_have(tmp_path, monkeypatch):
-    """Keyword defaults of its function are fields."""
-    write_shards(tmp_path / "data", np.arange(64), vocab_size=300)
-    mine = "import optax\n\ndef make(learning_rate, b1=0.9, weight_decay=0.03): ...\n"
-    (tmp_path / "mine.py").write_text(mine)
-    monkeypatch.chdir(tmp_path)
-    words = ["quickstart:data=data", "--optimizers", "adamw", "mine.py:make", "--workdir", "out"]
-    with stopped(1):  # its function makes nothing
-        main(["compare", *words, "--tune", "learning_rate", "weight_decay", "b1"])
-    assert not (tmp_path / "out").exists()
-    (tmp_path / "mine.py").write_text(mine.replace("...", "return optax.adamw(learning_rate, b1)"))
-    with stopped(1):  # of 64 tokens no batch can be made
-        main(["compare", *words, "--tune", "learning_rate", "weight_decay", "b1"])
-    grids = json.loads((tmp_path / "out" / "compare.json").read_text())["compared"]
-    fields = {name: [grid["field"] for grid in own] for name, own in grids.items()}
-    assert fields["mine"] == fields["adamw"] == ["learning_rate", "weight_decay", "b1"]
-    assert grids["mine"][1]["scanned"] == [0.03]
+    (copy,) = (out / "sources").rglob("mine.py")
+    assert copy.read_text() == own.read_text()
 
 
 def test_a_field_that_a_contender_lacks_is_said_before_the_first_run(tmp_path, compare_command):

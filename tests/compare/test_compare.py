@@ -18,37 +18,26 @@ import jax
 import pytest
 from made_up import change_comparison, change_rows, made_row
 from refusals import stopped
+from tiny import values_of
 
 from maxmars import cli
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import read_journal, session_starts
-from maxmars.compare.grids import make_grid
-from maxmars.compare.run import compare
 from maxmars.compare.summary import summarize
-from maxmars.compare.trials import (
-    Comparison,
-    Contender,
-    Trial,
-    describe_setting,
-    read_comparison,
-    read_rows,
-    write_row,
-)
-from maxmars.config import OptaxConfig
+from maxmars.compare.trials import Trial, describe_setting, read_comparison, read_rows, write_row
 from maxmars.train import train
 
 LION = Trial(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
 ROOT = Path(__file__).parents[2]
 
 
-def series(workdir, key):
-    rows = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row[key] for row in rows if key in row}
-
-
 def outcomes(workdir):
     """What a comparison found, by contender."""
     return {outcome.contender.name: outcome for outcome in summarize(workdir).outcomes}
+
+
+def table(path):
+    return list(csv.DictReader(path.read_text().splitlines()))
 
 
 def test_what_a_comparison_leaves_behind(compared):
@@ -68,9 +57,9 @@ def test_what_the_command_prints(compared):
     printed = (compared.parent / "printed").read_text()
     assert re.search(r"] lion .*\n +learning_rate=0.001,seed=0\n", printed)
     assert re.search(r"] adamw +diverged .*\n +learning_rate=10000.0,seed=0\n", printed)
-    table = printed.partition("- baseline")[2].partition("tokens, time:")[0]
-    assert [line.split()[0] for line in table.splitlines()[2:] if line] == ["adamw", "lion"]
-    assert max(map(len, table.splitlines())) <= 80
+    rows = printed.partition("- baseline")[2].partition("tokens, time:")[0].splitlines()
+    assert [row.split()[0] for row in rows[2:] if row] == ["adamw", "lion"]
+    assert max(map(len, rows)) <= 80
 
 
 def test_what_is_reported(compared):
@@ -95,31 +84,29 @@ def test_what_is_reported(compared):
         assert f" {p:.2g}† " in text  # of two seeds
         assert f" {p:.2g} " not in text
 
-    with (compared / "curves.csv").open() as file:
-        rows = [row for row in csv.DictReader(file) if row["contender"] == "lion"]
+    rows = [row for row in table(compared / "curves.csv") if row["contender"] == "lion"]
     assert {(row["best"], row["seed"]) for row in rows} >= {("True", "0"), ("True", "1")}
     last = {row["step"]: row for row in rows if (row["best"], row["seed"]) == ("True", "0")}["4"]
     assert float(last["eval/loss"]) == lion.best.losses[0]
     assert float(last["train/grad_norm/mlp"]) > 0
     assert last["setting"] == describe_setting(lion.best.setting)
 
-    with (compared / "results.csv").open() as file:
-        first, second = csv.DictReader(file)
+    first, second = table(compared / "results.csv")
     assert (first["name"], second["name"]) == ("adamw", "lion")
     loss = [float(second[f"loss{end}"]) for end in ("", "_low", "_high")]
     assert loss == list(dataclasses.astuple(lion.best.loss))
     assert (first["difference"], second["num_seeds"], second["search_ended"]) == ("", "2", "False")
-    table = (compared / "results.tex").read_text()
-    assert table.count("\\\\\n") == 3
-    assert "learning\\_rate=" in table
-    assert f"{lion.best.loss.mean:.4f}" in table
+    latex = (compared / "results.tex").read_text()
+    assert latex.count("\\\\\n") == 3
+    assert "learning\\_rate=" in latex
+    assert f"{lion.best.loss.mean:.4f}" in latex
 
 
 def test_with_the_same_seed_all_trials_have_the_same_weights_and_tokens(compared, comparison):
     seen = {}
     for result in read_rows(comparison, compared).values():
         directory = result.trial.directory(compared)
-        losses = (series(directory, "eval/loss")[0], series(directory, "train/loss")[1])
+        losses = (values_of(directory, "eval/loss")[0], values_of(directory, "train/loss")[1])
         start = (result.initial_weights, result.tokens, *losses)
         seen.setdefault(result.trial.seed, set()).add(start)
     (first,), (second,) = seen.values()
@@ -130,12 +117,23 @@ def test_a_trial_is_the_run_that_train_makes(compared, comparison, tmp_path):
     train(LION.config(comparison.contenders[1]), tmp_path)
     ours = LION.directory(compared)
     for key in ("train/loss", "eval/loss", "train/learning_rate"):
-        assert series(ours, key) == series(tmp_path, key)
+        assert values_of(ours, key) == values_of(tmp_path, key)
     result = read_rows(comparison, compared)[LION]
-    assert result.loss == series(ours, "eval/loss")[4]
-    assert dict(result.train_losses) == series(ours, "train/loss")
+    assert result.loss == values_of(ours, "eval/loss")[4]
+    assert dict(result.train_losses) == values_of(ours, "train/loss")
     assert result.final_state == read(tmp_path / "checkpoints").digest
     assert result.environment["jax"] == jax.__version__
+
+
+@pytest.mark.seconds
+def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
+    best = min(summarize(compared).outcomes, key=lambda o: o.best.loss.mean).contender.name
+    cli.main(["compare", "verify", str(compared), "--workdir", str(tmp_path / "run")])
+    printed = capsys.readouterr().out
+    assert f"{best}, seed 0: " in printed
+    assert "equal bit by bit" in printed
+    assert "changed since" not in printed
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_result_survives_its_file(comparison, tmp_path):
@@ -254,40 +252,10 @@ def test_an_optimizer_of_the_users_own(compare_command, tmp_path, capsys):
 
 
 @pytest.mark.seconds
-def test_values_that_are_not_allowed_together_count_as_diverged(comparison, tmp_path):
-    """Each grid is one of its own: this optimizer takes a b1 of 0.95, and a b3 of 0.92."""
-    own = tmp_path / "own.py"
-    own.write_text(
-        """
-import optax
-
-def make(rate, b1, b3):
-    if b1 > b3:
-        raise ValueError(f"{b1=} is more than {b3=}")
-    return optax.adam(rate, b1)
-"""
-    )
-    first = comparison.contenders[0]
-    options = {"b1": 0.9, "b3": 0.999}
-    optimizer = OptaxConfig(make=f"{own}:make", learning_rate=1e-3, options=options)
-    config = dataclasses.replace(first.config, optimizer=optimizer)
-    grids = tuple(make_grid(config, f, v) for f, v in (("b1", (0.95,)), ("b3", (0.92,))))
-    contender = Contender(name="own", config=config, grids=grids)
-    alone = Comparison(contenders=(contender,), baseline="own", seeds=(0,), budget=1, finalists=1)
-    assert compare(alone, tmp_path / "made")
-    (result,) = read_rows(alone, tmp_path / "made").values()
-    assert result.loss == math.inf
-    assert "b1=0.95" in result.diverged
-    assert "b3=0.92" in result.diverged
-
-
-@pytest.mark.seconds
-def test_comparisons_and_runs_in_one_report(compared, tmp_path, capsys):
+def test_comparisons_and_runs_in_one_report(compared, kept, tmp_path, capsys):
     """Several comparisons, of rows alone, have a column."""
     for name, width in (("a-large", 32), ("small", 16)):
-        (tmp_path / name).mkdir()
-        for file in ("compare.json", "rows.jsonl"):
-            shutil.copy(compared / file, tmp_path / name)
+        shutil.copytree(kept, tmp_path / name)
 
         def resize(fields, width=width):
             for config in fields["configs"].values():
@@ -298,13 +266,10 @@ def test_comparisons_and_runs_in_one_report(compared, tmp_path, capsys):
     cli.main([*words, str(tmp_path / "out"), "--format", "svg"])
     printed = capsys.readouterr().out
     assert max(map(len, printed.replace(str(tmp_path), "").splitlines())) <= 80
-    with (tmp_path / "out" / "results.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = table(tmp_path / "out" / "results.csv")
     assert [row["comparison"] for row in rows] == ["small"] * 2 + ["a-large"] * 2
-    with (compared / "results.csv").open() as file:
-        own = list(csv.DictReader(file))
     assert [row | {"comparison": "", "num_parameters": "_"} for row in rows[2:]] == [
-        row | {"num_parameters": "_"} for row in own
+        row | {"num_parameters": "_"} for row in table(compared / "results.csv")
     ]
     page = (tmp_path / "out" / "report.md").read_text()
     assert "| small | lion | " in page
@@ -331,11 +296,8 @@ def test_comparisons_and_runs_in_one_report(compared, tmp_path, capsys):
 
 
 @pytest.mark.seconds
-def test_the_pages_figures_are_made_of_rows(compared, tmp_path, monkeypatch, capsys):
-    kept = tmp_path / ".github" / "results" / "which"
-    kept.mkdir(parents=True)
-    for name in ("compare.json", "rows.jsonl"):
-        shutil.copy(compared / name, kept)
+def test_the_pages_figures_are_made_of_rows(compared, kept, tmp_path, monkeypatch, capsys):
+    rows = shutil.copytree(kept, tmp_path / ".github" / "results" / "which")
     figures = tmp_path / ".github" / "figures"
     figures.mkdir()
     names = ("which-loss_tokens.png", "other.png")
@@ -347,7 +309,7 @@ def test_the_pages_figures_are_made_of_rows(compared, tmp_path, monkeypatch, cap
     assert "other.png MISSING" in capsys.readouterr().out
     size = (compared / "figures" / "loss_tokens.png").stat().st_size
     assert 0 < (figures / names[0]).stat().st_size < size / 2
-    assert not (kept / "report.md").exists()
+    assert not (rows / "report.md").exists()
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from made_up import change_comparison, change_rows
 from refusals import stopped
 
 from maxmars import cli
-from maxmars.compare.trials import read_rows, write_row
+from maxmars.compare.trials import read_comparison, read_rows, write_row
 
 TINY = str(Path(__file__).parents[2] / "configs" / "compare_tiny.py")
 SOPHIA = str(Path(__file__).parents[2] / "tools" / "examples" / "sophia.py:sophia")
@@ -21,27 +21,27 @@ START = (*CONTINUE, "new", *OPTIMIZERS, "--start-from")
 VERIFY = ("compare", "verify", "{kept}")
 
 
-def tuned_over_b1(kept, comparison):
+def tuned_over_b1(kept):
     """Its best setting was left by an earlier search over more fields."""
-    for trial, result in read_rows(comparison, kept).items():
+    for trial, result in read_rows(read_comparison(kept), kept).items():
         if (trial.contender, trial.setting) == ("lion", (("learning_rate", 4e-3),)):
             better = dataclasses.replace(trial, setting=(*trial.setting, ("b1", 0.8)))
             write_row(dataclasses.replace(result, trial=better, loss=1.0), kept)
 
 
-def first_version(kept, comparison):
+def first_version(kept):
     fields = json.loads((kept / "compare.json").read_text())
     del fields["format"]
     (kept / "compare.json").write_text(json.dumps(fields))
 
 
-def other_tokens(kept, comparison):
+def other_tokens(kept):
     """Lion, whose rows are gone, would read other tokens than AdamW did."""
     change_rows(kept, lambda row: row | {"tokens": "0" * 64}, "adamw")
     change_rows(kept, lambda row: None)
 
 
-def plain_attention(kept, comparison):
+def plain_attention(kept):
     def change(fields):
         for config in fields["configs"].values():
             config["model"]["attention"] = "plain"
@@ -53,12 +53,12 @@ CHANGES = {
     "plain": plain_attention,
     "more": tuned_over_b1,
     "old": first_version,
-    "before": lambda kept, _: change_comparison(kept, lambda fields: fields.update(format=5)),
-    "damaged": lambda kept, _: (kept / "compare.json").write_text('{"format": 6, "conf'),
-    "lost": lambda kept, _: change_comparison(kept, lambda size: size.update(baseline="sgd")),
+    "before": lambda kept: change_comparison(kept, lambda fields: fields.update(format=5)),
+    "damaged": lambda kept: (kept / "compare.json").write_text('{"format": 6, "conf'),
+    "lost": lambda kept: change_comparison(kept, lambda size: size.update(baseline="sgd")),
     "tokens": other_tokens,
-    "unfinished": lambda kept, _: change_rows(kept, lambda row: None),
-    "empty": lambda kept, _: (kept / "rows.jsonl").unlink(),
+    "unfinished": lambda kept: change_rows(kept, lambda row: None),
+    "empty": lambda kept: (kept / "rows.jsonl").unlink(),
 }
 
 REFUSED = [
@@ -112,15 +112,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "code", "named"), REFUSED)
-def test_what_is_refused(
-    words, code, named, compare_command, comparison, kept, tmp_path, monkeypatch
-):
+def test_what_is_refused(words, code, named, compare_command, made, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    names = {"kept": kept, "config": compare_command[1], "report": tmp_path / "report"}
+    names = {"kept": made, "config": compare_command[1], "report": tmp_path / "report"}
     for name, change in CHANGES.items():
         names[name] = tmp_path / name
         if f"{{{name}}}" in words:
-            change(shutil.copytree(kept, tmp_path / name), comparison)
+            change(shutil.copytree(made, tmp_path / name))
     if "{report}" in words:
         names["report"].mkdir()
         (names["report"] / "report.md").write_text("my own")

@@ -3,32 +3,22 @@
 import math
 
 import pytest
-from made_up import made_row
+from made_up import made_comparison, made_row
 from refusals import refused
 from tiny import tiny_config
 
 from maxmars.compare.grids import make_grid, value_of, with_values
 from maxmars.compare.search import Search, next_trials
-from maxmars.compare.trials import Comparison, Contender, Trial
+from maxmars.compare.trials import Trial
 from maxmars.config import AdamWConfig, MuonConfig, OptaxConfig, ScheduleConfig
 
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=2e-3, b1=0.9, weight_decay=0.1))
 
 
-def comparison(
-    fields=("learning_rate",), *, names=("a",), seeds=(0, 1, 2), budget=8, finalists=1, confirm=1
-):
-    given = {"learning_rate": GRID}
-    grids = tuple(make_grid(CONFIG, field, given.get(field, ())) for field in fields)
-    return Comparison(
-        contenders=tuple(Contender(name=name, config=CONFIG, grids=grids) for name in names),
-        baseline=names[0],
-        seeds=seeds,
-        budget=budget,
-        finalists=finalists,
-        confirm=confirm,
-    )
+def comparison(fields=("learning_rate",), *, names=("a",), budget=8, **changes):
+    grids = [make_grid(CONFIG, f, GRID if f == "learning_rate" else ()) for f in fields]
+    return made_comparison(CONFIG, grids, names, budget=budget, **changes)
 
 
 def run(compared, loss):
@@ -38,6 +28,11 @@ def run(compared, loss):
         assert len(results) < 200
         results[trials[0]] = made_row(trials[0], loss(trials[0]))
     return list(results), results
+
+
+def search_of(compared, results):
+    """The search of the first contender, after these results."""
+    return Search(compared.contenders[0], compared, results)
 
 
 def rate_of(trial):
@@ -59,47 +54,41 @@ def valley(trial):
 def test_a_scan_then_seeds_at_the_best_rate():
     compared = comparison()
     asked, results = run(compared, bowl)
-    (contender,) = compared.contenders
-    assert Search(contender, compared, {}).most_trials_left == 8 + 2
-    assert (
-        Search(contender, compared, {c: results[c] for c in asked[:3]}).most_trials_left
-        == 8 + 2 - 3
-    )
-    # The search ends after four trials, of its eight.
-    assert Search(contender, compared, {c: results[c] for c in asked[:4]}).most_trials_left == 2
-    assert Search(contender, compared, results).most_trials_left == 0
+    # The search ends after four trials, of its eight; then come the two other seeds.
+    for finished, left in ((0, 8 + 2), (3, 5 + 2), (4, 2), (6, 0)):
+        so_far = {trial: results[trial] for trial in asked[:finished]}
+        assert search_of(compared, so_far).most_trials_left == left
     assert [(rate_of(c), c.seed) for c in asked[:4]] == [(rate, 0) for rate in GRID]
     assert {(rate_of(c), c.seed) for c in asked[4:]} == {(2e-3, 1), (2e-3, 2)}
-    assert Search(compared.contenders[0], compared, results).best == (("learning_rate", 2e-3),)
+    assert search_of(compared, results).best == (("learning_rate", 2e-3),)
 
 
 def test_a_grid_is_extended_as_long_as_the_loss_falls_and_the_budget_lasts():
-    asked, _ = run(comparison(seeds=(0,)), lambda trial: bowl(trial, 3.2e-2))
+    asked, _ = run(comparison(num_seeds=1), lambda trial: bowl(trial, 3.2e-2))
     assert [rate_of(trial) for trial in asked[4:]] == [1.6e-2, 3.2e-2, 6.4e-2]
-    short = comparison(seeds=(0,), budget=5)
+    short = comparison(num_seeds=1, budget=5)
     asked, results = run(short, lambda trial: bowl(trial, 3.2e-2))
     assert [rate_of(trial) for trial in asked[4:]] == [1.6e-2]
-    assert Search(short.contenders[0], short, results).untried == ((("learning_rate", 3.2e-2),),)
-    asked, _ = run(comparison(seeds=(0,)), lambda trial: bowl(trial, 5e-4))
+    assert search_of(short, results).untried == ((("learning_rate", 3.2e-2),),)
+    asked, _ = run(comparison(num_seeds=1), lambda trial: bowl(trial, 5e-4))
     assert {rate_of(trial) for trial in asked[4:]} == {5e-4, 2.5e-4}
 
 
 def test_fields_are_moved_one_after_the_other_and_with_the_rate():
     fields = ("learning_rate", "b1", "weight_decay")
-    compared = comparison(fields, seeds=(0,), budget=60)
+    compared = comparison(fields, num_seeds=1, budget=60)
     asked, results = run(compared, valley)
-    best = Search(compared.contenders[0], compared, results).best
-    assert dict(best) == {"learning_rate": 1e-3, "b1": 0.98}
-    state = Search(compared.contenders[0], compared, results)
-    assert state.untried == state.missing == ()
+    search = search_of(compared, results)
+    assert dict(search.best) == {"learning_rate": 1e-3, "b1": 0.98}
+    assert search.untried == search.missing == ()
     assert len(asked) == len(set(asked)) < 40
     # The same search with a smaller budget is its beginning.
-    assert run(comparison(fields, seeds=(0,), budget=12), valley)[0] == asked[:12]
+    assert run(comparison(fields, num_seeds=1, budget=12), valley)[0] == asked[:12]
 
 
 def test_every_contender_has_the_same_budget():
     fields = ("learning_rate", "b1", "weight_decay")
-    compared = comparison(fields, names=("a", "b", "c"), seeds=(0, 1, 2), budget=9, finalists=2)
+    compared = comparison(fields, names=("a", "b", "c"), budget=9, finalists=2)
     asked, _ = run(compared, lambda trial: valley(trial) + 0.1 * (trial.contender == "b"))
     assert [trial.contender for trial in asked[:12]] == ["a", "b", "c"] * 4  # they take turns
     for name in ("a", "b", "c"):
@@ -115,7 +104,7 @@ def test_a_finalist_that_one_seed_cannot_tell_apart_may_win():
     compared = comparison(finalists=2)
     asked, results = run(compared, loss)
     assert {rate_of(trial) for trial in asked if trial.seed > 0} == {2e-3, 4e-3}
-    assert Search(compared.contenders[0], compared, results).best == (("learning_rate", 4e-3),)
+    assert search_of(compared, results).best == (("learning_rate", 4e-3),)
 
 
 def test_the_search_goes_on_around_a_finalist_that_wins_with_all_seeds():
@@ -125,22 +114,21 @@ def test_the_search_goes_on_around_a_finalist_that_wins_with_all_seeds():
         return bowl(trial) + abs(b1 - 0.98) / 4 - lucky
 
     compared = comparison(("learning_rate", "b1"), budget=40, finalists=2)
-    (contender,) = compared.contenders
     asked, results = run(compared, loss)
-    best = Search(contender, compared, results).best
+    best = search_of(compared, results).best
     assert dict(best) == {"learning_rate": 2e-3, "b1": 0.98}
-    assert Search(contender, compared, results).is_at_its_end
+    assert search_of(compared, results).is_at_its_end
     tried = {(rate_of(c), dict(c.setting).get("b1", 0.9)) for c in asked}
     assert tried >= {(rate, b1) for rate in (1e-3, 2e-3, 4e-3) for b1 in (0.95, 0.98, 0.99)}
     # A finalist that lacks a seed is not the end.
     trial = Trial(contender="a", setting=best, seed=2)
     short = {c: r for c, r in results.items() if c != trial}
     assert next_trials(compared, short) == [trial]
-    assert not Search(contender, compared, short).is_at_its_end
+    assert not search_of(compared, short).is_at_its_end
     # The budget may be too small for it.
     small = comparison(("learning_rate", "b1"), budget=12, finalists=2)
     _, results = run(small, loss)
-    assert Search(contender, small, results).untried
+    assert search_of(small, results).untried
 
 
 def test_a_setting_that_ran_with_all_seeds_is_not_displaced_by_luckier_ones():
@@ -156,12 +144,11 @@ def test_a_setting_that_ran_with_all_seeds_is_not_displaced_by_luckier_ones():
         return losses[min(trial.seed, 1)]
 
     compared = comparison(("learning_rate", "b1"), budget=40, finalists=2)
-    (contender,) = compared.contenders
     asked, results = run(compared, loss)
     lucky = (("learning_rate", 8e-3), ("b1", 0.95))
     assert {trial.seed for trial in asked if trial.setting == lucky} == {0, 1, 2}
-    assert dict(Search(contender, compared, results).best) == {"learning_rate": 4e-3}
-    assert Search(contender, compared, results).is_at_its_end
+    assert dict(search_of(compared, results).best) == {"learning_rate": 4e-3}
+    assert search_of(compared, results).is_at_its_end
 
 
 def on_the_edge(trial):
@@ -173,23 +160,23 @@ def on_the_edge(trial):
 
 def test_a_setting_that_was_lucky_with_one_seed_is_not_confirmed():
     fields = ("learning_rate", "b1")
-    compared = comparison(fields, seeds=tuple(range(5)), budget=30, confirm=3)
+    compared = comparison(fields, num_seeds=5, budget=30, confirm=3)
     asked, results = run(compared, on_the_edge)
-    best = Search(compared.contenders[0], compared, results).best
+    best = search_of(compared, results).best
     assert dict(best) == {"learning_rate": 2e-3, "b1": 0.8}
     assert sorted(trial.seed for trial in asked if trial.setting == best) == [0, 1, 2, 3, 4]
     # Only what may be better than the best setting so far runs with more seeds.
     repeated = {trial.setting for trial in asked if trial.seed > 0}
     assert len(repeated) < len({trial.setting for trial in asked}) / 2
     # Their trials are of the budget.
-    short = comparison(seeds=tuple(range(5)), budget=6, confirm=3)
+    short = comparison(num_seeds=5, budget=6, confirm=3)
     asked, results = run(short, on_the_edge)
     assert [(rate_of(c), c.seed) for c in asked[4:6]] == [(8e-3, 1), (8e-3, 2)]
-    assert Search(short.contenders[0], short, results).untried == ((("learning_rate", 4e-3),),)
+    assert search_of(short, results).untried == ((("learning_rate", 4e-3),),)
     # One seed alone is taken in.
-    alone = comparison(fields, seeds=tuple(range(5)), budget=30)
+    alone = comparison(fields, num_seeds=5, budget=30)
     _, results = run(alone, on_the_edge)
-    assert dict(Search(alone.contenders[0], alone, results).best)["learning_rate"] > 2e-3
+    assert dict(search_of(alone, results).best)["learning_rate"] > 2e-3
 
 
 def test_another_field_keeps_the_trials_so_far():
@@ -203,22 +190,22 @@ def test_another_field_keeps_the_trials_so_far():
 
 def test_trials_that_a_search_with_other_options_left_may_win():
     fields = ("learning_rate", "b1", "weight_decay")
-    _, left = run(comparison(fields, seeds=(0,), budget=60), valley)
-    best = Search(comparison(fields).contenders[0], comparison(fields, seeds=(0,)), left).best
-    short = comparison(fields, seeds=(0, 1), budget=4)
+    _, left = run(comparison(fields, num_seeds=1, budget=60), valley)
+    best = search_of(comparison(fields, num_seeds=1), left).best
+    short = comparison(fields, num_seeds=2, budget=4)
     asked = next_trials(short, left)
-    assert best not in Search(short.contenders[0], short, left).requested
+    assert best not in search_of(short, left).requested
     assert asked == [Trial(contender="a", setting=best, seed=1)]
 
 
 def test_where_rates_diverge_the_search_goes_down():
     compared = comparison(budget=12)
     asked, results = run(compared, lambda c: math.inf if rate_of(c) > 3e-4 else bowl(c))
-    assert Search(compared.contenders[0], compared, results).best == (("learning_rate", 2.5e-4),)
+    assert search_of(compared, results).best == (("learning_rate", 2.5e-4),)
     compared = comparison(budget=7)
     asked, results = run(compared, lambda _: math.inf)
     assert len(asked) == 7
-    assert Search(compared.contenders[0], compared, results).best is None
+    assert search_of(compared, results).best is None
     asked, results = run(comparison(("b1",), budget=3), lambda _: math.inf)  # no rate is tuned
     assert len(asked) == len(results) == 3
 
@@ -229,7 +216,7 @@ def test_a_best_rate_that_diverges_with_another_seed_loses():
 
     compared = comparison()
     asked, results = run(compared, loss)
-    ((_, rate),) = Search(compared.contenders[0], compared, results).best
+    ((_, rate),) = search_of(compared, results).best
     assert rate in (1e-3, 4e-3)
     assert {trial.seed for trial in asked if rate_of(trial) == rate} == {0, 1, 2}
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import scipy.stats
-from made_up import made_row
+from made_up import made_comparison, made_row
 from refusals import refused
 from tiny import tiny_config
 
@@ -18,7 +18,6 @@ from maxmars.compare.statistics import (
     paired_test,
     seeds_needed,
 )
-from maxmars.compare.trials import Comparison, Contender
 
 CONFIG = tiny_config()
 
@@ -73,23 +72,16 @@ def test_where_a_curve_comes_down_to_a_loss(target, expected):
 OPTIMA = {"learning_rate": 3.1e-3, "weight_decay": 0.04, "b1": 0.87, "b2": 0.94}
 
 
-def losses_made_up(rng, gains, fields, *, num_seeds, budget, confirm=1, noise):
+def losses_made_up(rng, gains, fields, noise, **options):
     """Losses by seed of made-up contenders at their best settings, tuned as real ones are.
 
     All have the same bowl of losses over the fields, but for their gains. Every seed moves all
     losses alike; `noise` is what each run adds of its own.
     """
-    grids = tuple(make_grid(CONFIG, field) for field in fields)
     names = [f"c{i}" for i in range(len(gains))]
-    compared = Comparison(
-        contenders=tuple(Contender(name=name, config=CONFIG, grids=grids) for name in names),
-        baseline="c0",
-        seeds=tuple(range(num_seeds)),
-        budget=budget,
-        confirm=confirm,
-        finalists=2,
-    )
-    of_seed = rng.normal(0, 0.03, num_seeds)
+    grids = (make_grid(CONFIG, field) for field in fields)
+    compared = made_comparison(CONFIG, grids, names, finalists=2, **options)
+    of_seed = rng.normal(0, 0.03, len(compared.seeds))
     own = {field: getattr(CONFIG.optimizer, field) for field in OPTIMA}
     results = {}
     while trials := next_trials(compared, results):
@@ -114,7 +106,7 @@ def test_planted_differences_are_detected():
     p_values = []
     for _ in range(30):
         baseline, *others = losses_made_up(
-            rng, (0.0, 0.05, -0.05), ["learning_rate"], num_seeds=3, budget=6, noise=0.004
+            rng, (0.0, 0.05, -0.05), ["learning_rate"], noise=0.004, budget=6
         )
         tests = [paired_test(losses, baseline) for losses in others]
         assert tests[0].difference.mean < 0 < tests[1].difference.mean
@@ -127,7 +119,7 @@ def test_two_searches_over_several_fields_rarely_tell_identical_optimizers_apart
     rng = np.random.default_rng(0)
     p_values = [
         paired_test(
-            *losses_made_up(rng, (0, 0), OPTIMA, num_seeds=5, budget=80, confirm=3, noise=0.008)
+            *losses_made_up(rng, (0, 0), OPTIMA, noise=0.008, num_seeds=5, budget=80, confirm=3)
         ).p
         for _ in range(60)
     ]

@@ -6,23 +6,16 @@ import re
 
 import pytest
 import scipy.stats
-from made_up import change_comparison, made_row
+from made_up import change_comparison, made_comparison, made_curve, made_row
 from refusals import refused
 from tiny import tiny_config
 
 from maxmars import cli
-from maxmars.compare.curves import Curve
 from maxmars.compare.grids import make_grid
 from maxmars.compare.report import write_report
 from maxmars.compare.statistics import holm
 from maxmars.compare.summary import summarize
-from maxmars.compare.trials import (
-    Comparison,
-    Contender,
-    Trial,
-    open_comparison,
-    write_row,
-)
+from maxmars.compare.trials import Trial, open_comparison, write_row
 from maxmars.config import AdamWConfig, OptaxConfig
 
 CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=1e-3))
@@ -32,15 +25,7 @@ LOSSES = {"a": (3.0, 3.1, 2.9), "b": (2.0, 2.2, 2.1), "c": (2.5, 2.8, 2.2)}
 def write(workdir, losses, num_seeds=3):
     """A comparison with these losses of its contenders; one that is None is not finished."""
     grid = make_grid(CONFIG, "learning_rate", (1e-3,))
-    assert grid is not None
-    comparison = Comparison(
-        contenders=tuple(Contender(name=name, config=CONFIG, grids=(grid,)) for name in losses),
-        baseline="a",
-        seeds=tuple(range(num_seeds)),
-        budget=1,
-        finalists=1,
-    )
-    open_comparison(comparison, workdir)
+    open_comparison(made_comparison(CONFIG, [grid], losses, num_seeds=num_seeds), workdir)
     for name, by_seed in losses.items():
         for seed, loss in enumerate(by_seed):
             if loss is not None:
@@ -50,9 +35,7 @@ def write(workdir, losses, num_seeds=3):
 def made_up(name, seed, loss, **changes):
     """The result of a trial whose loss fell from 6 to this."""
     trial = Trial(contender=name, setting=(("learning_rate", 1e-3),), seed=seed)
-    points = {"steps": (0, 1), "tokens": (0, 100), "losses": (6.0, loss)}
-    curve = Curve(loss_of="validation loss", **points, step_time_s=0.1)
-    return made_row(trial, loss, curve=curve, step_time_s=0.1, **changes)
+    return made_row(trial, loss, curve=made_curve(loss), step_time_s=0.1, **changes)
 
 
 def page_of(workdir):
@@ -174,11 +157,7 @@ def test_the_same_file_of_an_own_optimizer_may_have_another_path(tmp_path, monke
     def opened(path):
         optimizer = OptaxConfig(make=f"{path}:make", learning_rate=1e-3)
         config = dataclasses.replace(CONFIG, optimizer=optimizer)
-        contender = Contender(name="own", config=config, grids=())
-        comparison = Comparison(
-            contenders=(contender,), baseline="own", seeds=(0,), budget=1, finalists=1
-        )
-        open_comparison(comparison, tmp_path / "compared")
+        open_comparison(made_comparison(config, (), ["own"]), tmp_path / "compared")
 
     opened("own.py")
     opened(own)

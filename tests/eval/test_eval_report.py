@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from hellaswag_questions import SHORT, fields_of, write_questions_file
 from refusals import stopped
-from tiny import ADAMW, tiny_config
+from tiny import short_config, values_of
 from token_directories import write_shards
 
 from maxmars.cli import main
-from maxmars.config import EvalConfig, TokenShardsConfig
+from maxmars.config import EvalConfig
 from maxmars.train import train
 
 
@@ -30,52 +30,37 @@ def questions(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def tokens(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("tokens") / "tokens"
-    rng = np.random.default_rng(0)
-    write_shards(directory, rng.integers(0, 257, 2000), rng.integers(0, 257, 500), vocab_size=257)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory, questions, tokens):
-    """A run of two steps that scores HellaSwag at every step."""
-    workdir = tmp_path_factory.mktemp("runs") / "seed0"
+def scoring_run(tmp_path_factory, questions):
+    """A run of two steps that scores HellaSwag at every step, beside its `tokens`."""
+    folder = tmp_path_factory.mktemp("runs")
     scoring = EvalConfig(every=2, num_windows=10, hellaswag_every=1, hellaswag_path=str(questions))
-    data = TokenShardsConfig(path=str(tokens))
-    config = tiny_config(num_steps=2, num_microbatches=1, optimizer=ADAMW, eval=scoring, data=data)
-    train(config, workdir)
-    return workdir
-
-
-def recorded(workdir, key):
-    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
-    return {line["step"]: line[key] for line in lines if key in line}
+    train(short_config(folder / "tokens", eval=scoring), folder / "seed0")
+    return folder / "seed0"
 
 
 @pytest.fixture(scope="module")
-def report(run, finished_run, questions, tmp_path_factory):
+def report(scoring_run, finished_run, questions, tmp_path_factory):
     """The JSON of `maxmars eval` with --against, and its directory."""
     path = tmp_path_factory.mktemp("out") / "new" / "scores.json"
     options = ["--hellaswag.path", questions, "--output", path]
-    run_eval(run, "--against", finished_run, *options)
+    run_eval(scoring_run, "--against", finished_run, *options)
     return json.loads(path.read_text()), path.parent
 
 
 @pytest.mark.seconds
-def test_the_command_finds_what_the_loop_found(run, finished_run, report):
+def test_the_command_finds_what_the_loop_found(scoring_run, finished_run, report):
     scores, _ = report
     assert scores["name"] == "seed0, step 2"
-    assert scores["loss"] == pytest.approx(recorded(run, "eval/loss")[2], abs=1e-6)
+    assert scores["loss"] == pytest.approx(values_of(scoring_run, "eval/loss")[2], abs=1e-6)
     assert scores["loss_tokens"] == 160
     for protocol, prefix in (("lm_eval", "hellaswag"), ("completion", "hellaswag_completion")):
         for metric in ("acc", "acc_norm"):
-            values = recorded(run, f"eval/{prefix}_{metric}")
+            values = values_of(scoring_run, f"eval/{prefix}_{metric}")
             assert values.keys() == {0, 1, 2}
             assert scores["hellaswag"][protocol][metric] == values[2]
-    assert all(seconds > 0 for seconds in recorded(run, "perf/hellaswag_time").values())
+    assert all(seconds > 0 for seconds in values_of(scoring_run, "perf/hellaswag_time").values())
     assert scores["environment"]["num_devices"] == 8
-    log = (run / "logs" / "host_000.log").read_text()
+    log = (scoring_run / "logs" / "host_000.log").read_text()
     assert re.search(r" of 5 questions \(.*1 left out", log)
     assert scores["hellaswag_left_out"] == 1
     other = scores["against"]  # with a longer context: on the same windows
@@ -103,7 +88,7 @@ def test_the_comparison_is_that_of_the_questions(report):
 
 @pytest.mark.seconds
 def test_the_table_counts_questions_that_are_too_long(
-    run, finished_run, questions, tmp_path, capsys
+    scoring_run, finished_run, questions, tmp_path, capsys
 ):
     output = tmp_path / "scores.json"
     options = ["--tasks", "hellaswag", "--hellaswag.path", questions, "--output", output]
@@ -116,7 +101,7 @@ def test_the_table_counts_questions_that_are_too_long(
     assert re.search(r"6 questions \(\d cut \(lm_eval\), \d cut \(comp", table)
     assert json.loads(output.read_text())["hellaswag_left_out"] == 0
     # What the one leaves out, the other does not score either.
-    run_eval(finished_run, *options, "--against", run)
+    run_eval(finished_run, *options, "--against", scoring_run)
     assert re.search(r"5 questions \(.*1 left out", " ".join(capsys.readouterr().out.split()))
     scores = json.loads(output.read_text())
     assert scores["hellaswag_left_out"] == 1
@@ -126,31 +111,31 @@ def test_the_table_counts_questions_that_are_too_long(
 
 
 @pytest.mark.seconds
-def test_a_loss_on_other_tokens_devices_and_batches(run, report, tokens, tmp_path):
+def test_a_loss_on_other_tokens_devices_and_batches(scoring_run, report, tmp_path):
     write_shards(tmp_path / "other", np.arange(100), np.arange(100), vocab_size=257)
     output = tmp_path / "scores.json"
 
     def score(*options):
-        run_eval(run, "--tasks", "loss", "--batch-size", 1, "--output", output, *options)
+        run_eval(scoring_run, "--tasks", "loss", "--batch-size", 1, "--output", output, *options)
         return json.loads(output.read_text())
 
     one = score("--data.path", tmp_path / "other")
     assert one["loss_tokens"] == 96
     assert "hellaswag" not in one
     assert score("--data.num-windows", 2, "--mesh.fsdp", 8)["loss_tokens"] == 32
-    named = score("--data.path", tokens)  # as many windows
+    named = score("--data.path", scoring_run.parent / "tokens")  # as many windows
     assert named["loss"] == pytest.approx(report[0]["loss"], abs=1e-6)
     assert named["loss_tokens"] == 160
 
 
 @pytest.fixture(scope="module")
-def directories(tokens, tmp_path_factory):
+def directories(scoring_run, tmp_path_factory):
     """Tokens that cannot be scored as they are."""
     folder = tmp_path_factory.mktemp("directories")
     (folder / "a.txt").write_text("a text " * 40)
     (folder / "raw").mkdir()
     (folder / "raw" / "val.bin").write_bytes(bytes(range(100)) * 40)
-    shutil.copytree(tokens, folder / "damaged")
+    shutil.copytree(scoring_run.parent / "tokens", folder / "damaged")
     shard = folder / "damaged" / "val_00000.bin"
     shard.write_bytes(bytes(shard.stat().st_size))
     small = np.arange(100)  # a vocabulary that fits
@@ -158,9 +143,9 @@ def directories(tokens, tmp_path_factory):
     return folder
 
 
-def test_tokens_of_another_program_are_named(run, directories, capsys):
+def test_tokens_of_another_program_are_named(scoring_run, directories, capsys):
     options = ["--tasks", "loss", "--data.num-windows", 4, "--data.path", directories / "raw"]
-    run_eval(run, *options, "--data.tokenizer", "byte", "--data.dtype", "uint8")
+    run_eval(scoring_run, *options, "--data.tokenizer", "byte", "--data.dtype", "uint8")
     assert "loss" in capsys.readouterr().out
 
 
@@ -184,8 +169,8 @@ UNKNOWN = "--data.tokenizer unknown --data.vocab-size 257 --data.dtype uint8"
     ],
 )
 def test_clear_errors(
-    run, questions, directories, tiktoken_cache, monkeypatch, code, arguments, named
+    scoring_run, questions, directories, tiktoken_cache, monkeypatch, code, arguments, named
 ):
     monkeypatch.chdir(directories)
     with stopped(code, named):
-        run_eval(run, "--hellaswag.path", questions, *arguments.split())
+        run_eval(scoring_run, "--hellaswag.path", questions, *arguments.split())

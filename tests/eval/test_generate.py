@@ -30,11 +30,6 @@ def generate(model, prompts=PROMPTS, sampling=ALL, **options):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return trained_model(mesh_of())
-
-
-@pytest.fixture(scope="module")
 def sampled(model):
     return generate(model)
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 from fake_hub import FakeHub, serving
-from hf_models import BYTES, hf_arrays, hf_fields, make_run, random_params, write_hf
-from refusals import refused
+from hf_models import BYTES, hf_arrays, hf_fields, write_hf
+from refusals import refused, stopped
 from running import finish_well, free_port, start_python
 from tiny import MODEL, short_config
 
@@ -36,12 +36,6 @@ def logged_in(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    params = {1: random_params(BYTES, 1), 2: random_params(BYTES, 2)}
-    return make_run(tmp_path_factory.mktemp("runs") / "own", BYTES, params, ByteTokenizer())
-
-
 def model_files(folder, seed=0, **fields):
     write_hf(folder, hf_fields(BYTES) | fields, hf_arrays(BYTES, seed))
     save(ByteTokenizer(), folder)
@@ -54,24 +48,7 @@ def one(tmp_path):
 
 
 def call(*argv):
-    """The exit code of a command."""
-    try:
-        cli.main([str(word) for word in argv])
-    except SystemExit as end:
-        return end.code
-    return 0
-
-
-def refusal(capsys, *argv, code=1):
-    """The one line that a command ends with."""
-    capsys.readouterr()
-    assert call(*argv) == code
-    printed = capsys.readouterr().err
-    assert printed.count("maxmars: error: ") == 1
-    assert TOKEN not in printed
-    error = printed.splitlines(keepends=True)[-1]
-    assert error.startswith("maxmars: error: ")
-    return error
+    cli.main([str(word) for word in argv])
 
 
 def assert_same(one, other):
@@ -81,13 +58,13 @@ def assert_same(one, other):
 @pytest.mark.seconds
 def test_an_uploaded_export_comes_back_bit_by_bit(hub, logged_in, run, tmp_path, capsys):
     out, again = tmp_path / "out", tmp_path / "again"
-    assert call("export", run, out) == 0
+    call("export", run, out)
     commit = hub.add("me/back", out, private=True)
     theirs = load("hf:me/back")
     assert (theirs.origin, theirs.name) == (f"hf:me/back@{commit}", f"me/back@{commit[:7]}")
     assert theirs.tokenizer.digest == load(run).tokenizer.digest
     assert_same("hf:me/back", run)
-    assert call("export", "hf:me/back", again) == 0
+    call("export", "hf:me/back", again)
     for file in out.iterdir():
         if file.name != "README.md":
             assert (again / file.name).read_bytes() == file.read_bytes()
@@ -128,33 +105,32 @@ def test_without_a_network_the_cache_is_used(one, tmp_path, capsys, monkeypatch)
         hub.requests.clear()
         with monkeypatch.context() as patch:  # what the variable sets when it is imported
             patch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-            assert call("export", "hf:some/offline", tmp_path / "offline") == 0
+            call("export", "hf:some/offline", tmp_path / "offline")
         assert hub.requests == []
-    assert call("export", "hf:some/offline", tmp_path / "out") == 0
+    call("export", "hf:some/offline", tmp_path / "out")
     for warning in capsys.readouterr().err.splitlines():
         assert warning.startswith("maxmars: warning: ")
         assert f"commit {commit}" in warning
     load(f"hf:some/offline@{commit}")
     assert capsys.readouterr().err == ""
     for target in ("hf:some/other", "hf:some/offline@v2"):
-        assert target in refusal(capsys, "export", target, tmp_path / "other")
+        with stopped(1, target):
+            call("export", target, tmp_path / "other")
 
 
-NOT_FETCHED = {
-    # A target, the token, and what the one line names.
-    "no owner": ("hf:gpt2", None, "hf:gpt2"),
-    "no name": ("hf:a/b--c", None, "a/b--c"),
-    "missing": ("hf:no/such", None, "Repository Not Found"),
-    "pickle": ("hf:some/pickle", None, "model.safetensors"),
-    "llama": ("hf:some/llama", None, '"llama"'),
-    "expired": ("hf:some/open", "hf_expired", "401"),
-    "no token": ("hf:some/open", "hf_a\x01b", "HF_TOKEN"),
-}
-
-
-@pytest.mark.parametrize("case", NOT_FETCHED)
-def test_not_fetched(hub, one, tmp_path, capsys, monkeypatch, case):
-    target, token, value = NOT_FETCHED[case]
+@pytest.mark.parametrize(
+    ("target", "token", "value"),
+    [
+        ("hf:gpt2", None, "hf:gpt2"),
+        ("hf:a/b--c", None, "a/b--c"),
+        ("hf:no/such", None, "Repository Not Found"),
+        ("hf:some/pickle", None, "model.safetensors"),
+        ("hf:some/llama", None, '"llama"'),
+        ("hf:some/open", "hf_expired", "401"),
+        ("hf:some/open", "hf_a\x01b", "HF_TOKEN"),
+    ],
+)
+def test_not_fetched(hub, one, tmp_path, monkeypatch, target, token, value):
     files = {path.name: path.read_bytes() for path in one.iterdir()}
     hub.add("some/open", files)
     pickle = {"pytorch_model.bin": files.pop("model.safetensors")}
@@ -162,16 +138,17 @@ def test_not_fetched(hub, one, tmp_path, capsys, monkeypatch, case):
     hub.add("some/llama", model_files(tmp_path / "llama", model_type="llama"))
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)
-    error = refusal(capsys, "export", target, tmp_path / "out")
-    assert value in error
-    assert "hf_" not in error
+    with stopped(1, value) as errors:
+        call("export", target, tmp_path / "out")
+    assert "hf_" not in errors.getvalue()
     assert "model.safetensors" not in hub.fetched()  # whatever is wrong is found before
     assert not (tmp_path / "out").exists()
 
 
-def test_without_the_extra(tmp_path, monkeypatch, capsys):
+def test_without_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert "[hf]'`" in refusal(capsys, "export", "hf:a/b", tmp_path / "out")
+    with stopped(1, "[hf]'`"):
+        call("export", "hf:a/b", tmp_path / "out")
 
 
 # --- starting to train from one -----------------------------------------------------------------

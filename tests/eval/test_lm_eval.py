@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from plain_scores import plain_scorer
 from refusals import refused
-from tiny import MODEL, trained_model
+from tiny import MODEL
 from trees import mesh_of
 
 from maxmars.data.tokenizer import ByteTokenizer
@@ -16,11 +16,6 @@ from maxmars.eval.lm_eval import PRESETS, Answers, rolling_windows, run_lm_eval
 
 RNG = np.random.default_rng(0)
 TEXT = "A man was sleeping. He woke up and walked to the door, and there he stood."
-
-
-@pytest.fixture(scope="module")
-def model():
-    return trained_model(mesh_of())
 
 
 @pytest.fixture(scope="module")
@@ -137,49 +132,37 @@ def test_refusals(answers, call, kind, named):
 
 # --- the harness itself, and its class for Hugging Face models ------------------------------------
 
-HELLASWAG = """
-task: local_hellaswag
+TASK = """
+task: {name}
 dataset_path: json
 dataset_kwargs:
   data_files:
     validation: {path}
-output_type: multiple_choice
 validation_split: validation
+"""
+HELLASWAG = """
+output_type: multiple_choice
 process_docs: !function hellaswag_texts.process_docs
-doc_to_text: "{{{{query}}}}"
-doc_to_target: "{{{{label}}}}"
+doc_to_text: "{{query}}"
+doc_to_target: "{{label}}"
 doc_to_choice: choices
 metric_list:
   - metric: acc
   - metric: acc_norm
 """
 GENERATION = """
-task: local_generation
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    validation: {path}
 output_type: generate_until
-validation_split: validation
-doc_to_text: "{{{{ctx}}}}"
-doc_to_target: "{{{{endings[0]}}}}"
+doc_to_text: "{{ctx}}"
+doc_to_target: "{{endings[0]}}"
 generation_kwargs:
   until: ["\\n", "."]
   max_gen_toks: 20
 metric_list:
   - metric: exact_match
 """
-
-
 SMALL = """
-task: small
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    validation: {path}
 output_type: multiple_choice
-validation_split: validation
-doc_to_text: "{{{{question}}}}"
+doc_to_text: "{{question}}"
 doc_to_target: label
 doc_to_choice: choices
 """
@@ -202,7 +185,7 @@ def test_a_task_that_the_harness_cannot_run_is_told_in_its_words(model, tmp_path
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "own.py").write_text("def texts(data):\n    raise RuntimeError('boom')\n")
-    text = SMALL.format(path=data)
+    text = TASK.format(name="small", path=data) + SMALL
     path.write_text(text.replace(*change))
     assert text != path.read_text()
     # By its name, the harness does not find a file that it cannot read.
@@ -216,8 +199,9 @@ def task_directory(reference_dir, tmp_path_factory):
     """Two tasks over a local file."""
     directory = tmp_path_factory.mktemp("tasks")
     path = reference_dir / "data" / "hellaswag_val_600.jsonl"
-    (directory / "hellaswag.yaml").write_text(HELLASWAG.format(path=path))
-    (directory / "generation.yaml").write_text(GENERATION.format(path=path))
+    for name, rest in (("hellaswag", HELLASWAG), ("generation", GENERATION)):
+        text = TASK.format(name=f"local_{name}", path=path) + rest
+        (directory / f"{name}.yaml").write_text(text)
     # The harness's own preparation of the texts.
     module = "from lm_eval.tasks.hellaswag.utils import process_docs\n"
     (directory / "hellaswag_texts.py").write_text(module)

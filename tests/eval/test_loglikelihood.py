@@ -10,18 +10,12 @@ from refusals import refused
 from tiny import MODEL, random_params
 from trees import mesh_of
 
-from maxmars.config import MeshConfig, ModuleConfig
-from maxmars.distributed.sharding import make_mesh
+from maxmars.config import ModuleConfig
 from maxmars.eval.loglikelihood import Choices, LogLikelihoods, pack_choices, padded_length
-from maxmars.model.parameters import Parameters, init_params
+from maxmars.model.parameters import Parameters
 
 # The 16 tokens of this model's context make the longer items lose some of theirs.
 LENGTHS = [(3, (4, 2, 5, 1)), (9, (3, 3, 7, 2)), (12, (2, 6, 4, 16)), (40, (1, 9)), (1, (16,))]
-
-
-@pytest.fixture(scope="module")
-def params():
-    return jax.tree.map(lambda x: 8 * x, init_params(MODEL, 0))
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +31,11 @@ def choices():
     return [*items, twice]
 
 
-def score(params, choices, mesh=None, batch_size=None, model=MODEL, progress=None):
+def scored(params, choices, mesh=None, batch_size=None, model=MODEL, progress=None):
     mesh = mesh or mesh_of()
     placed = jax.device_put(params, Parameters(model, mesh).shardings)
-    packed = pack_choices(choices, model)
-    return LogLikelihoods(model, mesh, batch_size=batch_size)(
-        placed, packed, progress
-    ).log_likelihoods
-
-
-def test_packed_continuations_equal_separate_rows(choices):
-    model = dataclasses.replace(MODEL, scale_attn_by_inverse_layer_idx=True, use_bias=False)
-    params = jax.tree.map(lambda x: 8 * x, init_params(model, 0))
-    scores = score(params, choices, model=model)
-    plain_score = plain_scorer(model, params)
-    assert [len(f) for f in scores] == [4, 4, 4, 2, 1, 8]
-    for f, item in zip(scores, choices, strict=True):
-        e = np.array([plain_score(item.context, tokens)[0] for tokens in item.continuations])
-        np.testing.assert_allclose(f, e, atol=2e-5 * abs(e).max())
+    score = LogLikelihoods(model, mesh, batch_size=batch_size)
+    return score(placed, pack_choices(choices, model), progress)
 
 
 CAPPED = """
@@ -68,7 +49,7 @@ class Bigrams(nnx.Module):
         self.output_embedding = nnx.Param(values, out_sharding=("vocab", "embed"))
 
     def __call__(self, tokens, segment_ids=None, positions=None):
-        return self.table[...][tokens]
+        return 30 * self.table[...][tokens]
 
     def cap_logits(self, logits):
         return 5 * jnp.tanh(logits / 5)
@@ -78,23 +59,25 @@ def make(*, rngs, vocab_size, max_seq_len):
 """
 
 
-def test_a_models_own_cap_counts(tmp_path, choices):
+@pytest.mark.parametrize("is_capped", [False, True])
+def test_packed_continuations_equal_separate_rows(is_capped, tmp_path, choices):
+    """Also by a model of the user's own, whose cap counts."""
     (tmp_path / "own.py").write_text(CAPPED)
-    model = ModuleConfig(make=f"{tmp_path / 'own.py'}:make", vocab_size=257, max_seq_len=16)
-    params = jax.tree.map(lambda x: 30 * x, random_params(model))
-    mesh = mesh_of()
-    scored = LogLikelihoods(model, mesh)(
-        jax.device_put(params, Parameters(model, mesh).shardings), pack_choices(choices, model)
-    )
-    plain_score = plain_scorer(model, params)
-    for nats, greedy, item in zip(scored.log_likelihoods, scored.is_greedy, choices, strict=True):
+    own = ModuleConfig(make=f"{tmp_path / 'own.py'}:make", vocab_size=257, max_seq_len=16)
+    gpt2 = dataclasses.replace(MODEL, scale_attn_by_inverse_layer_idx=True, use_bias=False)
+    model = own if is_capped else gpt2
+    params = random_params(model)
+    scores, plain_score = scored(params, choices, model=model), plain_scorer(model, params)
+    assert [len(nats) for nats in scores.log_likelihoods] == [4, 4, 4, 2, 1, 8]
+    for nats, greedy, item in zip(scores.log_likelihoods, scores.is_greedy, choices, strict=True):
         plain = [plain_score(item.context, tokens) for tokens in item.continuations]
-        np.testing.assert_allclose(nats, [nats for nats, _ in plain], rtol=1e-5)
+        np.testing.assert_allclose(nats, [nats for nats, _ in plain], rtol=2e-5)
         assert greedy.tolist() == [is_greedy for _, is_greedy in plain]
 
 
-def test_mesh_batch_size_and_order_change_nothing_but_rounding(params, choices):
-    plain = score(params, choices)
+def test_mesh_batch_size_and_order_change_nothing_but_rounding(choices):
+    params = random_params(MODEL)
+    plain = scored(params, choices).log_likelihoods
     np.testing.assert_array_equal(plain[-1][:4], plain[-1][4:])  # equal continuations tie exactly
     expected, seen = np.concatenate(plain), []
 
@@ -102,13 +85,14 @@ def test_mesh_batch_size_and_order_change_nothing_but_rounding(params, choices):
         seen.append((done, total))
 
     for batch_size in (4, 64):
-        scores = score(params, choices[::-1], batch_size=batch_size, progress=progress)
-        np.testing.assert_allclose(np.concatenate(scores[::-1]), expected, rtol=1e-5)
+        scores = scored(params, choices[::-1], batch_size=batch_size, progress=progress)
+        found = np.concatenate(scores.log_likelihoods[::-1])
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
     # In rows: the third item has one for each ending, since they cut its context differently.
     assert seen == [(4, 10), (8, 10), (10, 10), (10, 10)]
     for sizes in ({"data": 8}, {"data": 2, "fsdp": 2, "tensor": 2}):
-        scores = score(params, choices, make_mesh(MeshConfig(**sizes)))
-        np.testing.assert_allclose(np.concatenate(scores), expected, rtol=1e-5)
+        found = np.concatenate(scored(params, choices, mesh_of(**sizes)).log_likelihoods)
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def test_few_programs_and_little_padding():
@@ -126,4 +110,4 @@ def test_clear_errors(context, continuation, named):
     with refused(ValueError, named):
         pack_choices([item], MODEL)
     with refused(ValueError, "batch_size=0"):
-        LogLikelihoods(MODEL, make_mesh(MeshConfig()), batch_size=0)
+        LogLikelihoods(MODEL, mesh_of(), batch_size=0)

@@ -43,12 +43,7 @@ from maxmars.eval.generate import GREEDY, generate_tokens
 from maxmars.eval.trained_model import export_model
 from maxmars.model.parameters import Parameters
 
-PARAMS = {step: random_params(BYTES, step) for step in (2, 4)}
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("runs") / "own", BYTES, PARAMS, ByteTokenizer())
+PARAMS = {step: random_params(BYTES, step) for step in (2, 4)}  # of `run`
 
 
 def assert_same(params, expected):

@@ -1,28 +1,15 @@
 """Plans for GPUs that are not there; needs XLA's GPU compiler, of the extra `cuda`."""
 
-import importlib.util
-
 import pytest
+from absent_chips import FOR_GPUS
 from tiny import tiny_config
 
 from maxmars.config import MarsConfig, MeshConfig
 from maxmars.plan import make_plan
-from maxmars.plan.clock import (
-    COLLECTIVES,
-    LOSS_ELEMENTWISE,
-    LOSS_PRODUCTS,
-    OPTIMIZER,
-    PRODUCTS,
-)
+from maxmars.plan.clock import COLLECTIVES, LOSS_ELEMENTWISE, LOSS_PRODUCTS, OPTIMIZER, PRODUCTS
 from maxmars.plan.topology import get_topology
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("jax_plugins", "jax_plugins.xla_cuda13"))),
-        reason="jax-cuda13-pjrt (extra `cuda`) is not installed",
-    ),
-]
+pytestmark = FOR_GPUS
 
 OPTIMIZERS = {"mars": MarsConfig(), "shampoo": MarsConfig(variant="shampoo")}
 MESHES = {"h100:8": MeshConfig(fsdp=8), "h200:16": MeshConfig(data=2, fsdp=8)}
@@ -57,7 +44,7 @@ def test_the_clock_has_all_kinds_and_is_no_faster_than_the_bound(plans):
 
 
 @pytest.mark.parametrize("rows", [24, 64])
-def test_no_number_of_rows_transposes_the_residual_stream(rows, uncached):
+def test_no_number_of_rows_transposes_the_residual_stream(rows):
     config = tiny_config(global_batch_size=rows, num_microbatches=1)
     plan = make_plan(config, get_topology("h100:1"), evaluate=False)
     length, width = config.model.max_seq_len, config.model.embed_dim

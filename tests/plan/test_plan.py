@@ -123,30 +123,27 @@ backend_config={"estimated_cycles":"3000000"}
 """
 
 
-def test_times_are_those_of_the_clock(plan_of, capsys):
+@pytest.mark.parametrize("name", ["f", "f.remat"])
+def test_times_are_those_of_the_clock(plan_of, capsys, name):
     plan, chip = plan_of("shampoo"), CHIPS["v5e"]
-    step = dataclasses.replace(plan.train_step, clock=step_clock(ONE_FUSION, chip))
+    program = ONE_FUSION.replace("%f =", f"%{name} =")
+    step = dataclasses.replace(plan.train_step, clock=step_clock(program, chip))
     topology = dataclasses.replace(plan.topology, chip=chip)
     plan = dataclasses.replace(plan, train_step=step, topology=topology)
     assert plan.step_seconds == pytest.approx(3_000_000 / chip.clock_hz)
-    time = plan.to_json()["time"]
+    written = plan.to_json()
+    time = written["time"]
     assert time["step_time_s"] == plan.step_seconds
     assert time["step_time_at_memory_rate_s"] < plan.step_seconds
     assert time["mfu_at_memory_rate"] > time["mfu"]
     assert time["compute_bound_s"] == plan.flops.hardware / (8 * chip.peak_flops)
     print_plan(plan)
-    assert re.search(r"a step +2\.0 ", capsys.readouterr().out)
-
-
-def test_a_step_that_xla_computes_partly_again_is_said(plan_of, capsys):
-    plan, chip = plan_of("shampoo"), CHIPS["v5e"]
-    topology = dataclasses.replace(plan.topology, chip=chip)
-    for text, told in ((ONE_FUSION, 0), (ONE_FUSION.replace("%f =", "%f.remat ="), 1)):
-        step = dataclasses.replace(plan.train_step, clock=step_clock(text, chip))
-        planned = dataclasses.replace(plan, train_step=step, topology=topology)
-        print_plan(planned)
-        assert capsys.readouterr().out.count("memory is short") == told
-        assert planned.to_json()["clock"]["recomputed"]["count"] == told
+    printed = capsys.readouterr().out
+    assert re.search(r"a step +2\.0 ", printed)
+    # What XLA computes again for want of memory is said.
+    recomputed = int(name == "f.remat")
+    assert written["clock"]["recomputed"]["count"] == recomputed
+    assert printed.count("memory is short") == recomputed
 
 
 def normalized(text):

@@ -1,9 +1,9 @@
 import dataclasses
-import importlib.util
 
 import jax
 import numpy as np
 import pytest
+from absent_chips import for_tpus
 from tiny import tiny_config
 
 from maxmars.config import MeshConfig
@@ -159,9 +159,6 @@ def test_a_collective_waits_for_what_nothing_hides():
     assert clock.seconds == pytest.approx(sent)  # synchronous
 
 
-KERNEL = 'custom-call(%x), custom_call_target="tpu_custom_call"'
-
-
 @pytest.mark.parametrize(
     ("name", "shape", "blocks"),
     [
@@ -172,7 +169,7 @@ KERNEL = 'custom-call(%x), custom_call_target="tpu_custom_call"'
     ],
 )
 def test_kernels_of_the_table(name, shape, blocks):
-    called = KERNEL.replace("(%x)", "(%mask, %x)")
+    called = 'custom-call(%mask, %x), custom_call_target="tpu_custom_call"'
     mask, x = "%mask = s8[1,1,1,1] parameter(0)", f"%x = {shape} parameter(1)"
     body = [mask, x, f"ROOT %{name} = {shape} {called}"]
     for chip in (V5E, CHIPS["v5p"]):
@@ -181,12 +178,6 @@ def test_kernels_of_the_table(name, shape, blocks):
         cycles = next(table[key] for key in table if name.startswith(key))
         assert clock.kinds[ATTENTION].seconds == pytest.approx(blocks * cycles / chip.clock_hz)
         assert clock.guessed == ()
-
-
-def test_a_kernel_that_was_not_measured_counts_by_its_bytes():
-    clock = step_clock(module([ARGUMENT, f"ROOT %mine.4 = f32[1024,128]{{1,0}} {KERNEL}"]), V5E)
-    assert clock.seconds == pytest.approx(STREAM)
-    assert clock.guessed == ("mine",)
 
 
 def test_a_tpu_whose_cycles_a_second_are_unknown_has_no_clock():
@@ -307,38 +298,29 @@ SLICE = """%slices {
   %all = f32[12,1024,128]{2,1,0} parameter(0)
   ROOT %s = f32[1,1024,128]{2,1,0} slice(%all), slice={[3:4], [0:1024], [0:128]}
 }"""
-
-
-@pytest.mark.parametrize(
-    "part",
-    [
-        "fusion(%all), kind=kLoop, calls=%slices",
-        "slice(%all), slice={[3:4], [0:1024], [0:128]}",
-        "gather(%all, %index), offset_dims={1,2}",
-    ],
-)
-def test_of_an_array_that_is_read_in_part_the_part_counts(part):
-    stack = "f32[12,1024,128]{2,1,0} parameter(0)"
-    body = [f"%all = {stack}", "%index = s32[1] parameter(1)", f"ROOT %p = f32[1,1024,128] {part}"]
-    assert step_clock(module(body, SLICE), SLOW).seconds == pytest.approx(2 * ARRAY * SLOW_BYTE)
-
-
-CONVERTED = """%converts {
+CONVERTED = """%slices {
   %all = f32[12,1024,128]{2,1,0} parameter(0)
   %narrow = bf16[12,1024,128]{2,1,0} convert(%all)
   ROOT %s = bf16[1,1024,128]{2,1,0} slice(%narrow), slice={[3:4], [0:1024], [0:128]}
 }"""
+WHOLE = CONVERTED.replace("bf16[1,1024,128]{2,1,0} slice", "bf16[12,1024,128]{2,1,0} negate")
+FUSED_SLICE = "fusion(%all), kind=kLoop, calls=%slices"
 
 
-def test_of_an_array_that_is_converted_and_taken_in_part_the_part_counts():
-    call = "fusion(%all), kind=kLoop, calls=%converts"
-    body = ["%all = f32[12,1024,128] parameter(0)", f"ROOT %p = bf16[1,1024,128] {call}"]
-    clock = step_clock(module(body, CONVERTED), SLOW)
-    assert clock.seconds == pytest.approx((ARRAY + ARRAY / 2) * SLOW_BYTE)
-    whole = CONVERTED.replace("bf16[1,1024,128]{2,1,0} slice", "bf16[12,1024,128]{2,1,0} negate")
-    body[1] = f"ROOT %p = bf16[12,1024,128] {call}"
-    clock = step_clock(module(body, whole), SLOW)
-    assert clock.seconds == pytest.approx(12 * (ARRAY + ARRAY / 2) * SLOW_BYTE)
+@pytest.mark.parametrize(
+    ("part", "computation", "moved"),
+    [
+        (f"f32[1,1024,128] {FUSED_SLICE}", SLICE, 2 * ARRAY),
+        ("f32[1,1024,128] slice(%all), slice={[3:4], [0:1024], [0:128]}", SLICE, 2 * ARRAY),
+        ("f32[1,1024,128] gather(%all, %index), offset_dims={1,2}", SLICE, 2 * ARRAY),
+        (f"bf16[1,1024,128] {FUSED_SLICE}", CONVERTED, ARRAY + ARRAY / 2),
+        (f"bf16[12,1024,128] {FUSED_SLICE}", WHOLE, 12 * (ARRAY + ARRAY / 2)),
+    ],
+)
+def test_of_an_array_that_is_read_in_part_the_part_counts(part, computation, moved):
+    body = ["%all = f32[12,1024,128]{2,1,0} parameter(0)", "%index = s32[1] parameter(1)"]
+    clock = step_clock(module([*body, f"ROOT %p = {part}"], computation), SLOW)
+    assert clock.seconds == pytest.approx(moved * SLOW_BYTE)
 
 
 SCATTER = """%scatters {
@@ -399,11 +381,15 @@ def test_what_xla_computes_again_for_want_of_memory_is_told_apart():
     assert clock.recomputed.seconds == pytest.approx(clock.seconds / 2)
 
 
-def test_a_kernel_of_another_library_counts_by_its_bytes():
-    call = 'custom-call(%x), custom_call_target="__cub$sort"'
-    clock = step_clock(module([ARGUMENT, f"ROOT %sort.2 = f32[1024,128]{{1,0}} {call}"]), SLOW)
-    assert clock.seconds == pytest.approx(2 * ARRAY * SLOW_BYTE)
-    assert clock.guessed == ("sort",)
+@pytest.mark.parametrize(
+    ("chip", "target", "seconds"),
+    [(V5E, "tpu_custom_call", STREAM), (SLOW, "__cub$sort", 2 * ARRAY * SLOW_BYTE)],
+)
+def test_a_kernel_that_was_not_measured_counts_by_its_bytes(chip, target, seconds):
+    call = f'custom-call(%x), custom_call_target="{target}"'
+    clock = step_clock(module([ARGUMENT, f"ROOT %mine.4 = f32[1024,128]{{1,0}} {call}"]), chip)
+    assert clock.seconds == pytest.approx(seconds)
+    assert clock.guessed == ("mine",)
 
 
 def test_a_collective_takes_the_network_that_it_crosses():
@@ -422,11 +408,7 @@ def test_a_collective_takes_the_network_that_it_crosses():
     assert step_clock(text, SLOW).seconds == pytest.approx(2 * ARRAY * 3 / 4 / 450e9)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("uncached")
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
-)
+@for_tpus
 def test_a_step_for_tpus():
     config = tiny_config(mesh=MeshConfig(fsdp=4))
     plan = make_plan(config, get_topology("v5e:2x2"), evaluate=False)

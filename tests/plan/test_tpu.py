@@ -1,6 +1,5 @@
 """Plans for TPU slices that are not there; needs the compiler of the extra `tpu`."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from absent_chips import FOR_TPUS
 from refusals import refused
 from running import run_python
 from tiny import ADAMW, tiny_config
@@ -17,33 +17,25 @@ from maxmars.distributed.sharding import make_mesh
 from maxmars.plan import make_plan
 from maxmars.plan.topology import get_topology
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.usefixtures("uncached"),
-    pytest.mark.skipif(
-        importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
-    ),
-]
+pytestmark = FOR_TPUS
 
 ROOT = Path(__file__).parents[2]
 BUDGETS = ROOT / "tests" / "plan" / "traffic_tpu.json"
-OPTIMIZERS = {
-    "adamw": ADAMW,
-    "mars": MarsConfig(),
-    "shampoo": MarsConfig(variant="shampoo"),
+PLANS = {
+    "adamw v5p:2x2x2 x 2": ADAMW,
+    "mars v5p:2x2x2 x 2": MarsConfig(),
+    "shampoo v5p:2x2x2 x 2": MarsConfig(variant="shampoo"),
+    "shampoo v5p:2x2x1 x 1": MarsConfig(variant="shampoo"),
 }
-SLICES = {"v5p:2x2x2": 2, "v5p:2x2x1": 1}
 
 
 @pytest.fixture(scope="module")
 def plans(uncached):
     plans = {}
-    for topology, slices in SLICES.items():
-        for name, optimizer in OPTIMIZERS.items():
-            config = tiny_config(optimizer=optimizer, global_batch_size=32)
-            plans[f"{name} {topology} x {slices}"] = make_plan(
-                config, get_topology(topology, slices), evaluate=False
-            )
+    for name, optimizer in PLANS.items():
+        _, topology, _, slices = name.split()
+        config = tiny_config(optimizer=optimizer, global_batch_size=32)
+        plans[name] = make_plan(config, get_topology(topology, int(slices)), evaluate=False)
     return plans
 
 
