@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import io
 import json
 
 import pytest
@@ -29,7 +30,7 @@ def write_rows(path, texts):
     """Texts in a file of rows of any kind."""
     kind = path.suffixes[0]
     if kind == ".parquet":
-        write_parquet(path, texts, row_group_size=50)
+        path.write_bytes(parquet(texts, row_group_size=50))
         return
     rows = [json.dumps({"text": text}) for text in texts]
     content = {
@@ -41,8 +42,10 @@ def write_rows(path, texts):
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
-def write_parquet(path, texts, field="text", **options):
-    pyarrow, parquet = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    table = pyarrow.table({field: texts, "n": list(range(len(texts)))})
-    parquet.write_table(table, path, **options)
+def parquet(texts, field="text", **options):
+    """The bytes of a Parquet file with the texts in a field and, nested, in `a.b`."""
+    pyarrow, tables = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
+    nested, numbers = [{"b": text, "c": 1} for text in texts], list(range(len(texts)))
+    out = io.BytesIO()
+    tables.write_table(pyarrow.table({"a": nested, field: texts, "n": numbers}), out, **options)
+    return out.getvalue()

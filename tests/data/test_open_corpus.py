@@ -1,5 +1,4 @@
 import gzip
-import io
 import json
 import pickle
 import shlex
@@ -8,7 +7,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from corpora import texts_of, write_parquet
+from corpora import parquet, texts_of
 from fake_hub import FakeHub, serving
 from refusals import refused
 from running import run_python
@@ -143,14 +142,6 @@ def test_the_validation_split_of_a_set_as_its_text(tmp_path):
     assert {file.num_bytes for file in both.files} == {None}  # TFDS does not know the size
 
 
-def parquet(texts):
-    """The bytes of a Parquet file."""
-    pyarrow, tables = map(pytest.importorskip, ("pyarrow", "pyarrow.parquet"))
-    out = io.BytesIO()
-    tables.write_table(pyarrow.table({"text": texts}), out)
-    return out.getvalue()
-
-
 def card(config, pattern):
     """The part of a data set's README that names the files of a config."""
     files = f"configs:\n- config_name: {config}\n  data_files:\n  - split: train\n"
@@ -210,14 +201,16 @@ def test_presets_against_an_imitation_of_the_hub():
 @pytest.mark.seconds
 def test_a_local_directory_of_a_dataset(tmp_path):
     pytest.importorskip("datasets")
-    write_parquet(tmp_path / "set" / "train-00000.parquet", TEXTS[:5], field="content")
-    write_parquet(tmp_path / "set" / "train-00001.parquet", TEXTS[5:9], field="content")
-    corpus = open_corpus(f"hf:{tmp_path / 'set'}::train", text_field="content")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "train-00000.parquet").write_bytes(parquet(TEXTS[:5], "content"))
+    (folder / "train-00001.parquet").write_bytes(parquet(TEXTS[5:9], "content"))
+    corpus = open_corpus(f"hf:{folder}::train", text_field="content")
     assert texts_of(pickle.loads(pickle.dumps(corpus))) == TEXTS[:9]  # as workers get it
-    write_parquet(tmp_path / "set" / "train-00001.parquet", TEXTS[5:8], field="content")
-    assert open_corpus(f"hf:{tmp_path / 'set'}::train").fingerprint != corpus.fingerprint
+    (folder / "train-00001.parquet").write_bytes(parquet(TEXTS[5:8], "content"))
+    assert open_corpus(f"hf:{folder}::train").fingerprint != corpus.fingerprint
     with refused(ValueError, "'text'", "content, n"):
-        texts_of(open_corpus(f"hf:{tmp_path / 'set'}"))
+        texts_of(open_corpus(f"hf:{folder}"))
 
 
 def test_sources_that_cannot_be_opened(monkeypatch, tmp_path):
