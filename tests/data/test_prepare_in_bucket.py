@@ -4,11 +4,10 @@ their process."""
 import hashlib
 import json
 import random
-import subprocess
-import sys
 
 import fake_gcs
 import pytest
+from running import run_python
 
 from maxmars.data.corpus import TextFiles
 from maxmars.data.prepare import prepare
@@ -26,8 +25,8 @@ def texts():
 
 
 def maxmars(server, *arguments):
-    command = [sys.executable, "-m", "maxmars", "data", *arguments]
-    return subprocess.run(command, env=server.environment, capture_output=True, text=True)
+    """What `maxmars data` prints."""
+    return run_python("-m", "maxmars", "data", *arguments, environment=server.environment).stdout
 
 
 @pytest.fixture
@@ -48,9 +47,8 @@ def test_the_same_tokens_as_on_a_disk(tmp_path, server):
     whole = {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()}
     command = ["prepare", "gs://bucket/texts/*", "gs://bucket/tokens", "--task-bytes", "30000"]
     for share in (["--tasks", "1/2", "--workers", "1"], ["--tasks", "0/2", "--workers", "0"]):
-        result = maxmars(server, *command, *share)
-        assert result.returncode == 0, result.stderr
-    assert result.stdout.endswith("next: maxmars train quickstart:data=gs://bucket/tokens\n")
+        printed = maxmars(server, *command, *share)
+    assert printed.endswith("next: maxmars train quickstart:data=gs://bucket/tokens\n")
     uploaded = {
         name.removeprefix("tokens/"): content
         for name, (_, content) in server.objects.items()
@@ -69,7 +67,7 @@ def test_the_same_tokens_as_on_a_disk(tmp_path, server):
     deleted = written[written.index("tokens/meta.json") + 1 :]
     assert all(name.startswith(("tokens/tasks", "tokens/plan.json")) for name in deleted)
     here, there = (
-        maxmars(server, "inspect", place).stdout
+        maxmars(server, "inspect", place)
         for place in (str(tmp_path / "tokens"), "gs://bucket/tokens")
     )
     assert "gs://bucket/tokens: every file matches its checksum" in there
@@ -82,9 +80,8 @@ def test_the_same_tokens_as_on_a_disk(tmp_path, server):
 def test_a_shard_that_is_uploaded_in_parts(tmp_path, server):
     text = random.Random(0).randbytes(1 << 20).hex() + "\n"
     (tmp_path / "large.txt").write_text(text * 16)  # 60 MB of training tokens; a part has 52
-    command = ["prepare", str(tmp_path / "large.txt"), "gs://bucket/tokens", "--workers", "0"]
-    result = maxmars(server, *command, "--task-bytes", "100000000")
-    assert result.returncode == 0, result.stderr
+    options = ["--workers", "0", "--task-bytes", "100000000"]
+    maxmars(server, "prepare", tmp_path / "large.txt", "gs://bucket/tokens", *options)
     shard = {name: content for name, content in server.uploads if name == "tokens/train_00000.bin"}
     (content,) = shard.values()
     _, stored = server.objects["tokens/train_00000.bin"]
@@ -117,8 +114,7 @@ def test_errors_are_one_line(server):
         "gs://bucket/bad/cut.jsonl.gz": "gs://bucket/bad/cut.jsonl.gz: it is damaged",
         "gs://bucket/bad/a.jsonl": "gs://bucket/bad/a.jsonl, line 2",
     }
-    command = [sys.executable, "-c", ERRORS, *expected]
-    result = subprocess.run(command, env=server.environment, capture_output=True, text=True)
+    result = run_python("-c", ERRORS, *expected, environment=server.environment)
     # Google's libraries look for credentials, which no test has, and may say so.
     theirs = ("google_auth_provider", "WARNING:google.auth")
     lines = [ln for ln in result.stderr.splitlines() if not any(word in ln for word in theirs)]
