@@ -110,26 +110,24 @@ def test_a_second_writer_is_refused_and_what_a_killed_run_left_is_swept(tmp_path
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("says", ["[" * 100_000, '{"commit_timestamp_nsecs": "soon"}'])
-def test_damaged_ones_are_set_aside_and_nonsense_of_orbaxs_own_stops_nothing(
-    tmp_path, caplog, says
-):
-    states = {step: place(make_state(seed=step)) for step in (1, 2, 3)}
-    with Checkpointer(tmp_path, config(keep_last=3), mesh=MESH) as checkpointer:
-        for step in (1, 2):
+def test_damaged_ones_are_set_aside_and_nonsense_of_orbaxs_own_stops_nothing(tmp_path, caplog):
+    states = {step: place(make_state(seed=step)) for step in (1, 2, 3, 4)}
+    with Checkpointer(tmp_path, config(keep_last=4), mesh=MESH) as checkpointer:
+        for step in (1, 2, 3):
             checkpointer.save(step, states[step], data_position=8 * step)
-    (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text(says)
-    halve(data_files(tmp_path / "2")[0])
-    (tmp_path / "2.damaged").mkdir()
-    with Checkpointer(tmp_path, config(keep_last=3), mesh=MESH) as checkpointer:
-        got = checkpointer.restore(abstract(states[1]))
-        assert got.checkpoint.step == 1
-        assert_same(got.state, states[1])
-        assert re.search(r"checkpoint 2 .*/2\.damaged-2\b", caplog.text)
-        for step in (2, 3):
+    for step, says in ((1, "[" * 100_000), (2, '{"commit_timestamp_nsecs": "soon"}')):
+        (tmp_path / str(step) / "_CHECKPOINT_METADATA").write_text(says)
+    halve(data_files(tmp_path / "3")[0])
+    (tmp_path / "3.damaged").mkdir()
+    with Checkpointer(tmp_path, config(keep_last=4), mesh=MESH) as checkpointer:
+        got = checkpointer.restore(abstract(states[2]))
+        assert got.checkpoint.step == 2
+        assert_same(got.state, states[2])
+        assert re.search(r"checkpoint 3 .*/3\.damaged-2\b", caplog.text)
+        for step in (3, 4):
             checkpointer.save(step, states[step], data_position=8 * step)
-    assert list_steps(tmp_path) == [1, 2, 3]
-    assert (tmp_path / "2.damaged-2" / "state").is_dir()
+    assert list_steps(tmp_path) == [1, 2, 3, 4]
+    assert (tmp_path / "3.damaged-2" / "state").is_dir()
 
 
 LOSSES = {10: 4.0, 20: 1.0, 35: 3.0, 41: 2.0, 50: float("nan"), 60: 2.0, 70: 5.0}
