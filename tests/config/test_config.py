@@ -49,7 +49,8 @@ MIXTURE = MixtureConfig(
     [
         tiny_config(),
         tiny_config(optimizer=ADAMW, data=TokenShardsConfig(path="tokens")),
-        tiny_config(data=MIXTURE),
+        tiny_config(data=MIXTURE, eval=EvalConfig(own=(f"{__file__}:mixture",))),
+        tiny_config(data=GrainConfig(source="a.py:f", options={"a": ["b"], "c": {"d": [1]}})),
         tiny_config(gradient_clip_norm=None, schedule=ScheduleConfig(warmup_steps=0)),
     ],
 )
@@ -62,6 +63,7 @@ def test_a_removed_field_is_read_in_its_neutral_value_and_refused_in_others():
     record["eval"]["hellaswag_too_long"] = "cut"
     record["optimizer"]["orthogonality_every"] = None
     record["model"]["document_end_id"] = record["data"]["map"] = None
+    del record["eval"]["own"]  # as before the field was there
     for value in ("auto", None):
         assert from_dict(record | {"tpu_compiler_options": value}) == tiny_config()
     with refused(ValueError, "tpu_compiler_options", "LIBTPU_INIT_ARGS"):
@@ -116,6 +118,8 @@ REFUSED = [
         lambda: tiny_config(checkpoint=CheckpointConfig(keep_best=1), eval=EvalConfig(every=None)),
         "keep_best=1",
     ),
+    (lambda: tiny_config(ema_decay=0.0), "ema_decay=0.0"),
+    (lambda: tiny_config(ema_decay=1.0), "ema_decay=1.0"),
     (lambda: tiny_config(name=""), "name"),
     (lambda: tiny_config(seed=-1), "seed=-1"),
     (lambda: tiny_config(num_microbatches=3), "global_batch_size=16", "num_microbatches=3"),

@@ -9,37 +9,12 @@ from maxmars.config import AdamWConfig, GPT2Config, GrainConfig, TrainConfig, fr
 
 CANARY = "CANARY5f0e"
 KEY = "a1B2c3D4e5F6g7H8i9J0"
-HONEST = [
-    "text_key",
-    "answer_token",
-    "rng_key",
-    "signature",
-    "token",
-    "tokens",
-    "eos_token",
-    "pad_token",
-    "mask_token",
-    "special_tokens",
-    "max_tokens",
-    "token_dtype",
-    "key",
-    "keys",
-    "sort_key",
-    "cache_key",
-    "key_size",
-    "num_key_value_heads",
-    "primary_key",
-    "author",
-    "authors",
-    "authority",
-    "auth",
-    "passes",
-    "compass",
-    "secretary",
-    "num_secrets",
-    "password_length",
-    "is_secret",
-]
+HONEST = """
+    text_key answer_token rng_key signature token tokens eos_token pad_token mask_token
+    special_tokens max_tokens token_dtype key keys sort_key cache_key key_size
+    num_key_value_heads primary_key author authors authority auth passes compass secretary
+    num_secrets password_length is_secret
+"""
 
 
 def data(**options):
@@ -58,8 +33,7 @@ def config(**options):
 
 
 def test_honest_options_are_recorded_as_they_are():
-    assert len(HONEST) == 29
-    options = dict.fromkeys(HONEST, "question") | {"is_secret": True, "max_tokens": 5}
+    options = dict.fromkeys(HONEST.split(), "question") | {"is_secret": True, "max_tokens": 5}
     options |= {"hf_token": "", "password": None, "use_secret": False}
     options |= {
         "path": "/data/key=a/2@3",

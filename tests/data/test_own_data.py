@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import pickle
 import subprocess
 import sys
@@ -12,27 +11,20 @@ import jax
 import numpy as np
 import pytest
 import running
-from refusals import refused, stopped
-from running import train_here, write_config
-from tiny import ADAMW, MODEL, first_difference, tiny_config, validation_batches
+from refusals import refused
+from tiny import ADAMW, MODEL, tiny_config, validation_batches
 from token_directories import write_shards, write_tfds
 from trees import mesh_of
 
-from maxmars.checkpoint import read
-from maxmars.cli import main
-from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config import (
     GrainConfig,
     GrainPart,
     MixtureConfig,
     MixturePart,
-    from_dict,
-    to_dict,
 )
 from maxmars.config.errors import in_words
 from maxmars.data.batches import TrainBatches, batch_types, open_data
 from maxmars.distributed.sharding import make_mesh
-from maxmars.eval import load
 from maxmars.eval.validation import make_eval_step, validation_loss
 from maxmars.model import make_model, token_losses
 from maxmars.model.parameters import Parameters
@@ -359,48 +351,3 @@ def test_processes_with_other_data_are_refused(counting):
         first, second = [line for line in output.splitlines() if line.startswith("PRINTED")]
         assert first == "PRINTED 40"
         assert "split 'train': process 1 has other data than process 0" in second
-
-
-CONFIG = """
-    data=GrainConfig(source="own_data.py:additions", options={"count": 50}),
-    optimizer=ADAMW,
-    eval=EvalConfig(every=2, num_windows=8),
-"""
-
-
-@pytest.mark.seconds
-def test_a_run_on_own_data_resumes_bit_for_bit_and_refuses_other_data(tmp_path, capsys):
-    text, steps = EXAMPLES.read_text(), ("--schedule.decay-steps", 6, "--num-steps")
-    write_config(tmp_path, CONFIG)
-    (tmp_path / "own_data.py").write_text(text)
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    train_here(tmp_path, whole, *steps, 6)
-    for num_steps in (4, 6):
-        train_here(tmp_path, parts, *steps, num_steps)
-    printed = capsys.readouterr().out
-    assert first_difference(whole, parts) is None
-    assert "nats a token" in printed
-    assert "bits a byte" not in printed  # it has no text
-    assert printed.splitlines()[-1] == f"next: maxmars report {parts}"
-    with refused(FileNotFoundError, "GrainConfig(tokenizer='byte')"):
-        load(parts)
-    main(["audit", str(parts), "--replay", "2", "--output", str(tmp_path / "audit.json")])
-    audit = json.loads((tmp_path / "audit.json").read_text())
-    assert audit["replayed"].endswith("the same digest")
-    assert (parts / "sources" / "own_data.py").read_text() == text
-    (tmp_path / "own_data.py").write_text(text.replace("0, 100, 2", "0, 99, 2"))
-    capsys.readouterr()
-    with stopped(1, "other data"):
-        train_here(tmp_path, parts, *steps, 8)
-    assert read(parts / "checkpoints").step == 6
-
-
-def test_options_are_changed_on_the_command_line_and_survive_json(tmp_path, counting):
-    options = "options={'count': 30, 'first': 0}"
-    write_config(tmp_path, f"data=GrainConfig(source='counting.py:windows', {options})")
-    given = [str(tmp_path / "config.py"), "--data.options.first", "5"]
-    parsed = parse_arguments(ConfigArguments, given, prog="maxmars train").config
-    assert parsed.data == GrainConfig(source=counting, options={"count": 30, "first": 5})
-    assert from_dict(json.loads(json.dumps(to_dict(parsed)))) == parsed
-    listed = GrainConfig(source="a.py:f", options={"paths": ["a", "b"], "deep": {"x": [1]}})
-    assert from_dict(json.loads(json.dumps(to_dict(listed)))) == listed

@@ -68,8 +68,7 @@ def test_a_damaged_shard_stops_the_run_and_the_mended_one_goes_on(short_config, 
 
 
 @pytest.mark.seconds
-def test_tokens_that_changed_since_are_not_replayed(short_config, tmp_path):
-    train(short_config(), tmp_path / "run")
+def test_tokens_that_changed_since_are_not_replayed(copied, tmp_path):
     file = tmp_path / "tokens" / "train_00003.bin"
     status = file.stat()
     flip(tmp_path / "tokens" / "train_00003.bin", 6)
@@ -79,12 +78,16 @@ def test_tokens_that_changed_since_are_not_replayed(short_config, tmp_path):
 
 
 @pytest.mark.seconds
-def test_without_verification_a_run_says_so(short_config, tmp_path, capsys):
-    config = short_config()
+def test_a_run_says_what_its_user_may_not_want(short_config, tmp_path, capsys):
+    """No comparison with the checksums, and a vocabulary far larger than that of the tokens."""
+    config = short_config(num_steps=1)
     flip(tmp_path / "tokens" / "train_00003.bin", 6)
-    config = dataclasses.replace(config, data=dataclasses.replace(config.data, verify=False))
-    assert train(config, tmp_path / "run").done
-    assert "data.verify is off: files are not compared" in capsys.readouterr().out
+    data = dataclasses.replace(config.data, verify=False)
+    model = dataclasses.replace(config.model, vocab_size=600)
+    assert train(dataclasses.replace(config, data=data, model=model), tmp_path / "run").done
+    printed = capsys.readouterr().out
+    assert "data.verify is off" in printed
+    assert "--model.vocab-size 257" in printed
     assert not (tmp_path / "run" / "verified").exists()
 
 
@@ -175,17 +178,12 @@ def test_tokens_of_other_programs_are_trained_on_as_they_are(tmp_path, capsys):
     write_nanogpt(directory, STREAM % 65, STREAM % 65)
     (directory / "meta.pkl").write_bytes(b"")
     options = "--data.vocab-size 65 --model.vocab-size 70"
-    small = "--num-steps 1 --model.num-layers 1 --model.max-seq-len 16 --eval.every None"
+    small = "--num-steps 1 --model.num-layers 1 --model.max-seq-len 16 --eval.num-windows 8"
     words = f"train quickstart:data={directory} --num-processes 1 --workdir {tmp_path / 'run'}"
     main([*words.split(), *small.split(), *options.split()])
     printed = capsys.readouterr().out
     assert "done: 1 steps" in printed
     assert "--model.vocab-size" not in printed
-
-
-@pytest.mark.seconds
-def test_a_vocabulary_far_smaller_than_the_models_is_hinted_at(finished, tmp_path, capsys):
-    config = tiny.short_config(finished / "tokens", eval=EvalConfig(every=None), num_steps=1)
-    model = dataclasses.replace(config.model, vocab_size=600)
-    train(dataclasses.replace(config, model=model), tmp_path / "run")
-    assert "--model.vocab-size 257" in capsys.readouterr().out
+    assert "nats a token" in printed
+    assert "bits a byte" not in printed  # no file says what the tokens are
+    assert printed.splitlines()[-1] == f"next: maxmars report {tmp_path / 'run'}"

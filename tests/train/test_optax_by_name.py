@@ -12,13 +12,14 @@ from refusals import refused, stopped
 from tiny import MODEL, SOPHIA_FILE, first_difference, random_params
 
 from maxmars.cli import main
-from maxmars.config import AdamWConfig, LionConfig, ModuleConfig, OptaxConfig, load_config
+from maxmars.config import AdamWConfig, ModuleConfig, OptaxConfig, load_config
 from maxmars.model.parameters import Parameters
 from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer, make_optimizer
 
 PARAMETERS = Parameters(MODEL)
 DECAYS = jax.tree.map(lambda kind: kind == "matrix", PARAMETERS.kinds)
+LARS = {"weight_decay": 0.1, "trust_ratio_mask": False}
 
 
 def named(make, learning_rate=1e-2, **options):
@@ -39,33 +40,31 @@ def assert_same_trajectory(tx, other):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-def test_adopt_is_the_chain_that_it_was_by_a_config_of_its_own():
-    rate = jnp.float32(1e-2)
-    chain = optax.chain(
-        optax.contrib.scale_by_adopt(0.9, 0.9999, 1e-6),
-        optax.add_decayed_weights(0.0, DECAYS),
-        optax.scale_by_learning_rate(rate),
-    )
-    assert_same_trajectory(make_optimizer(named("optax.contrib:adopt"), PARAMETERS, rate), chain)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "equal"),
     [
-        (named("optax:adamw", b2=0.95, weight_decay=0.1), AdamWConfig()),
-        (named("optax:lion", b1=0.95, b2=0.98, weight_decay=1.0), LionConfig()),
+        (
+            named("optax.contrib:adopt"),
+            lambda rate: optax.chain(
+                optax.contrib.scale_by_adopt(0.9, 0.9999, 1e-6),
+                optax.add_decayed_weights(0.0, DECAYS),
+                optax.scale_by_learning_rate(rate),
+            ),
+        ),
+        (
+            named("optax:adamw", b2=0.95, weight_decay=0.1),
+            lambda rate: make_optimizer(AdamWConfig(), PARAMETERS, rate),
+        ),
+        (
+            named("optax:lars", **LARS),  # whose argument is called weight_decay_mask
+            lambda rate: optax.lars(rate, weight_decay_mask=DECAYS, **LARS),
+        ),
     ],
+    ids=["adopt", "adamw", "lars"],
 )
 def test_what_decays_is_filled_in(optimizer, equal):
     rate = jnp.float32(1e-2)
-    pair = (make_optimizer(each, PARAMETERS, rate) for each in (optimizer, equal))
-    assert_same_trajectory(*pair)
-
-
-def test_what_decays_is_filled_in_by_its_other_name():
-    rate, options = jnp.float32(1e-2), {"weight_decay": 0.1, "trust_ratio_mask": False}
-    lars = optax.lars(rate, weight_decay_mask=DECAYS, **options)
-    assert_same_trajectory(make_optimizer(named("optax:lars", **options), PARAMETERS, rate), lars)
+    assert_same_trajectory(make_optimizer(optimizer, PARAMETERS, rate), equal(rate))
 
 
 @pytest.mark.parametrize(
@@ -125,42 +124,17 @@ SIZE = """--num-steps 4 --global-batch-size 8 --schedule.warmup-steps 1
     --model.scan-unroll 1 --eval.num-windows 8 --eval.batch-size 8"""
 
 
-@pytest.mark.seconds
-def test_a_run_on_a_mesh_continues_and_says_what_it_trains_with(byte_tokens, tmp_path, capsys):
-    spec = f"quickstart:data={byte_tokens},optimizer=optax:lamb"
-    options = [*SIZE.split(), "--num-processes", "1", "--log.every", "1"]
-    options += ["--optimizer.options.weight-decay", "0.1", "--checkpoint.every", "2"]
-
-    def run(name, *more):
-        main(["train", spec, "--workdir", str(tmp_path / name), *options, *more])
-
-    run("whole")
-    printed = capsys.readouterr().out
-    assert "optax:lamb" in printed
-    assert "over all layers" in printed
-    table = (tmp_path / "whole" / "parameters.txt").read_text()
-    assert "weight_decay=0.1" in table
-    run("halves", "--num-steps", "2", "--schedule.decay-steps", "4")
-    run("halves", "--schedule.decay-steps", "4", "--resume-overrides", "num_steps")
-    run("same", "--schedule.decay-steps", "4")
-    assert first_difference(tmp_path / "halves", tmp_path / "same") is None
-
-
 # `--NAME` is an option of the optimizer's own. The last two divide by the rate.
 BY_COMMAND = [
-    "optax:adabelief",
     "optax:adafactor --momentum 0.9 --weight-decay-rate None",
     "optax:adamw --b2 0.95 --mu-dtype bfloat16",
-    "optax:lion",
-    "optax:nadamw",
-    "optax:radam",
+    "optax:lamb --weight-decay 0.1",
     "optax:sgd --momentum 0.9 --nesterov True",
     "optax.contrib:adopt",
     "optax.contrib:schedule_free_adamw --warmup-steps 2",
     "optax.contrib:dadapt_adamw",
     "optax.contrib:prodigy",
 ]
-REFUSED = ["optax:lbfgs", *(f"optax.contrib:{name}" for name in ("momo", "muon", "sophia"))]
 
 
 @pytest.mark.slow
@@ -173,6 +147,9 @@ def test_it_trains_and_what_a_kill_leaves_goes_on(words, byte_tokens, tmp_path, 
     command += ["--num-processes", "1", "--num-steps", "3", "--checkpoint.every", "2"]
     command += ["--log.every", "1", "--eval.every", "None", "--workdir"]
     main([*command, str(tmp_path / "whole")])
+    printed = capsys.readouterr().out
+    assert name in printed
+    assert "over all layers" in printed
     losses = [row["train/loss"] for row in read_metrics(tmp_path / "whole") if "train/loss" in row]
     assert len(losses) == 3
     assert losses[2] < losses[0] + 0.1
@@ -183,10 +160,9 @@ def test_it_trains_and_what_a_kill_leaves_goes_on(words, byte_tokens, tmp_path, 
     assert first_difference(tmp_path / "whole", tmp_path / "killed") is None
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_in_a_line(name, byte_tokens, tmp_path):
-    words = ["train", f"quickstart:data={byte_tokens},optimizer={name}", *SIZE.split()]
-    with stopped(1, f"optimizer.make='{name}'") as errors:
+def test_it_is_refused_in_a_line(byte_tokens, tmp_path):
+    words = ["train", f"quickstart:data={byte_tokens},optimizer=optax:lbfgs", *SIZE.split()]
+    with stopped(1, "optimizer.make='optax:lbfgs'") as errors:
         main([*words, "--num-processes", "1", "--workdir", str(tmp_path / "run")])
     assert errors.getvalue().count("error:") == 1
     assert not (tmp_path / "run" / "checkpoints").exists()
