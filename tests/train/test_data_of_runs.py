@@ -68,7 +68,8 @@ def test_a_damaged_shard_stops_the_run_and_the_mended_one_goes_on(short_config, 
 
 
 @pytest.mark.seconds
-def test_tokens_that_changed_since_are_not_replayed(copied, tmp_path):
+def test_tokens_that_changed_since_are_not_replayed(short_config, tmp_path):
+    train(short_config(num_steps=1), tmp_path / "run")
     file = tmp_path / "tokens" / "train_00003.bin"
     status = file.stat()
     flip(tmp_path / "tokens" / "train_00003.bin", 6)
