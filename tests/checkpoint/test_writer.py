@@ -29,7 +29,6 @@ from maxmars.config import CheckpointConfig
 ROUND_TRIPS = [
     # Sizes of data, fsdp and tensor, and what cuts the last two axes, before and after.
     (PARTITION, (2, 2, 2), ("fsdp", "tensor"), (1, 8, 1), (None, ("data", "fsdp"))),
-    (PARTITION, (8, 1, 1), ("data", None), (2, 1, 4), ("tensor", "fsdp")),
     (ADAMW, (1, 2, 4), ("tensor", "fsdp"), (4, 2, 1), ("data", None)),
 ]
 
