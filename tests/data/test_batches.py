@@ -64,6 +64,13 @@ def split_of(stream, order="shuffled"):
     return DataSplit(parts=(TokenWindows(stream, LENGTH),), order=order)
 
 
+def batches_of(stream, *, mesh=None, position=0, prefetch_steps=2, order="shuffled", **changes):
+    """The batches of a stream and of `config_of` with these changes."""
+    config = config_of(stream.directory.path, order=order, **changes)
+    options = {"position": position, "prefetch_steps": prefetch_steps}
+    return TrainBatches(split_of(stream, order), config, mesh or mesh_of(), **options)
+
+
 def windows_of(shards):
     tokens = shards.read(0, shards.num_tokens)
     count = (len(tokens) - 1) // LENGTH
@@ -75,11 +82,6 @@ def take(batches, steps):
     taken = [np.asarray(batch["tokens"]) for batch in itertools.islice(batches, steps)]
     batches.close()
     return np.stack(taken).reshape(steps, -1, LENGTH + 1)
-
-
-def stream(shards, config, steps=12, mesh=None, **options):
-    tokens = split_of(shards, config.data.order)
-    return take(TrainBatches(tokens, config, mesh or mesh_of(), **options), steps)
 
 
 def test_the_python_sources_are_prepared(monkeypatch, tmp_path):
@@ -100,7 +102,7 @@ def test_data_that_do_not_fit_the_model_are_refused(directory, train):
     with refused(ValueError, "257 (byte)", "model.vocab_size=256"):
         open_data(config.data, "train", model=dataclasses.replace(config.model, vocab_size=256))
     with refused(ValueError, "global_batch_size=1024"):
-        TrainBatches(split_of(train), config_of(directory, global_batch_size=1024), mesh_of())
+        batches_of(train, global_batch_size=1024)
 
 
 def test_a_mixture_needs_one_tokenizer(directory, tmp_path):
@@ -146,9 +148,8 @@ def test_an_error_of_reading_comes_where_its_batch_is_taken(tmp_path, prefetch_s
     stream = np.arange(100 * LENGTH + 1) % 257
     stream[40 * LENGTH + 3] = 999
     write_shards(tmp_path / "tokens", stream, vocab_size=257)
-    config = config_of(tmp_path / "tokens", order="sequential")
-    tokens = split_of(open_directory(tmp_path / "tokens").stream("train"), "sequential")
-    batches = TrainBatches(tokens, config, mesh_of(), prefetch_steps=prefetch_steps)
+    stream = open_directory(tmp_path / "tokens").stream("train")
+    batches = batches_of(stream, order="sequential", prefetch_steps=prefetch_steps)
     for _ in range(2):
         next(batches)
     with refused(ValueError, "id 999"):
@@ -160,9 +161,7 @@ def test_an_error_of_reading_comes_where_its_batch_is_taken(tmp_path, prefetch_s
 def test_batches_are_read_before_they_are_asked_for(train):
     """With three batches ahead, the thread reads until all are there, and no more."""
     threads = threading.active_count()
-    batches = TrainBatches(
-        split_of(train), config_of(train.directory.path), mesh_of(), prefetch_steps=3
-    )
+    batches = batches_of(train, prefetch_steps=3)
     assert threading.active_count() == threads + 1
     assert batches.position == 0
     for _ in range(5):
@@ -205,11 +204,9 @@ def test_closed_batches_leave_no_message_at_the_end_of_the_process(directory):
     [(1, 0, (1, 1, 1)), (2, 4, (8, 1, 1)), (2, 1, (2, 2, 2)), (4, 4, (1, 1, 4))],
 )
 def test_stream_is_the_same_on_every_mesh(train, num_microbatches, prefetch_steps, sizes):
-    config, mesh = (
-        config_of(train.directory.path, num_microbatches=num_microbatches),
-        mesh_of(*sizes),
-    )
-    batches = TrainBatches(split_of(train), config, mesh, prefetch_steps=prefetch_steps)
+    options = {"num_microbatches": num_microbatches, "prefetch_steps": prefetch_steps}
+    mesh = mesh_of(*sizes)
+    batches = batches_of(train, mesh=mesh, **options)
     batch = next(batches)
     assert list(batch) == ["tokens"]
     tokens = batch["tokens"]
@@ -223,16 +220,15 @@ def test_stream_is_the_same_on_every_mesh(train, num_microbatches, prefetch_step
 @pytest.mark.parametrize("step", [0, 5])
 def test_resume_with_another_batch(train, step):
     """Another size of it, microbatching and mesh."""
-    config = config_of(train.directory.path)
-    whole = stream(train, config).reshape(-1, LENGTH + 1)
-    batches = TrainBatches(split_of(train), config, mesh_of())
+    whole = take(batches_of(train), 12).reshape(-1, LENGTH + 1)
+    batches = batches_of(train)
     for _ in range(step):
         next(batches)
     position = batches.position
     batches.close()
     assert position == step * BATCH
-    other = dataclasses.replace(config, num_microbatches=1, global_batch_size=24)
-    rest = stream(train, other, 4, mesh_of(data=4), position=position).reshape(-1, LENGTH + 1)
+    other = {"num_microbatches": 1, "global_batch_size": 24, "mesh": mesh_of(data=4)}
+    rest = take(batches_of(train, position=position, **other), 4).reshape(-1, LENGTH + 1)
     assert np.array_equal(rest, whole[position : position + 4 * 24])
 
 
@@ -240,8 +236,8 @@ def test_one_window_is_enough_for_a_batch_of_one(tmp_path):
     options = {"tokenizer": ByteTokenizer(), "source": "short", "validation_fraction": 0.0}
     prepare([("a", "0123456789abcdef")], tmp_path / "out", **options)
     shards = open_directory(tmp_path / "out").stream("train")
-    config = config_of(tmp_path, global_batch_size=1, num_microbatches=1)
-    assert np.array_equal(stream(shards, config, 3), np.tile(windows_of(shards), (3, 1, 1)))
+    taken = take(batches_of(shards, global_batch_size=1, num_microbatches=1), 3)
+    assert np.array_equal(taken, np.tile(windows_of(shards), (3, 1, 1)))
 
 
 def scored(batches):
