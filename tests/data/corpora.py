@@ -10,15 +10,15 @@ import pytest
 from maxmars.data.corpus import FileRange
 
 
-def documents_of(corpus, count=1):
+def documents_of(corpus, count=1, on_bad=None):
     """Name and text of each document of a corpus whose files are read in so many ranges each."""
     files = range(len(corpus.files))
     parts = [FileRange(file, i / count, (i + 1) / count) for file in files for i in range(count)]
-    return [(d.name, "".join(d.blocks)) for part in parts for d in corpus.read(part)]
+    return [(d.name, "".join(d.blocks)) for part in parts for d in corpus.read(part, on_bad)]
 
 
-def texts_of(corpus, count=1):
-    return [text for _, text in documents_of(corpus, count)]
+def texts_of(*arguments, **options):
+    return [text for _, text in documents_of(*arguments, **options)]
 
 
 def is_held_out(name, fraction):
