@@ -61,6 +61,11 @@ def package_digest() -> str:
     return sha.hexdigest()[:16]
 
 
+def commit_of(environment: Mapping[str, Any]) -> str:
+    """The commit of the code in a result of `environment`, for `git checkout`."""
+    return (environment.get("git_commit") or "unknown").removesuffix("-dirty")
+
+
 def changes_since(
     earlier: Mapping[str, Any], now: Mapping[str, Any], *, devices: bool = False
 ) -> list[str]:

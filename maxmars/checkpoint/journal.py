@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 from etils import epath
 
+from maxmars.checkpoint.environment import commit_of
 from maxmars.config import TrainConfig, differences, from_dict
 from maxmars.distributed.files import read_json_lines
 from maxmars.distributed.workdir import JOURNAL
@@ -179,18 +180,18 @@ def read_journal(workdir: epath.PathLike) -> list[Line]:
     """The lines of `<workdir>/journal.jsonl`; an empty list if there is no file.
 
     Raises:
-      ValueError: an earlier version wrote it, with a session rewound by options of `train`.
+      ValueError: another version of maxmars wrote it, with a field that this one does not have.
     """
     workdir = epath.Path(workdir)
     lines = _read(workdir)
     for line in session_starts(lines):
-        if json.loads(line.text).get("order"):
-            commit = (line.environment.get("git_commit") or "unknown").removesuffix("-dirty")
+        fields = json.loads(line.text)
+        if used := [name for name in fields if fields[name] and not hasattr(line, name)]:
             raise ValueError(
-                f"{workdir / JOURNAL}: the session that began at step {line.step} was steered "
-                "by --rewind, --skip-examples or --new-optimizer-state of `train`, which are no "
-                f"more. Use the run with the code of commit {commit}, or start a new one from its "
-                f"weights with --init-from {workdir} and another --workdir."
+                f"{workdir / JOURNAL}: the session that began at step {line.step} has a field "
+                f"{used[0]}, which this maxmars does not read. Use the run with the code of commit "
+                f"{commit_of(line.environment)}, or start a new one from its weights with "
+                f"--init-from {workdir} and another --workdir."
             )
     return lines
 

@@ -28,6 +28,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import SingleDeviceSharding
 
 from maxmars.checkpoint.digest import combine, digest, from_plain, leaf_types, to_plain
+from maxmars.checkpoint.environment import commit_of
 from maxmars.checkpoint.journal import mismatched_field
 from maxmars.config import TrainConfig, from_dict
 from maxmars.distributed import files, processes
@@ -471,30 +472,20 @@ def _config_of(path: epath.Path, meta: dict[str, Any]) -> TrainConfig:
 
     Raises:
       ValueError: another version of maxmars wrote the checkpoint: in another format, with other
-        config fields or without a journal; or it is a copy of a Hugging Face model.
+        config fields or without a journal.
     """
     version = meta["format_version"]
-    if meta["config"]["type"] != TrainConfig.__name__:
-        problem = (
-            "it is a copy of a Hugging Face model that `maxmars import` made: name the model "
-            f"itself, which imported_from.json in {path.parent.parent} tells"
-        )
-    elif version != FORMAT_VERSION:
-        problem = f"this maxmars reads format {FORMAT_VERSION}"
-    elif "journal" not in meta:
-        problem = "this maxmars reads checkpoints that name a line of their run's journal"
-    else:
+    problem = f"this maxmars reads format {FORMAT_VERSION} with a line of the run's journal"
+    if version == FORMAT_VERSION and "journal" in meta:
         try:
             return from_dict(meta["config"])
         except ValueError as error:
             problem = str(error).removesuffix(".")
-    environment = meta.get("environment", {})
-    commit = (environment.get("git_commit") or "unknown").removesuffix("-dirty")
+    commit = commit_of(meta.get("environment", {}))
     raise ValueError(
-        f"{path} was written in format {version} by maxmars "
-        f"{environment.get('maxmars', '0.1')} of commit {commit}, but {problem}. Use it with "
-        f"that code (`git checkout {commit}` in maxmars's repository); a directory that its "
-        "`maxmars export` writes is what --init-from takes here."
+        f"{path} was written in format {version} by maxmars of commit {commit}, but {problem}. Use "
+        f"it with that code (`git checkout {commit}` in maxmars's repository); a directory that "
+        "its `maxmars export` writes is what --init-from takes here."
     )
 
 

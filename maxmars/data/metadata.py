@@ -19,14 +19,13 @@ from typing import Any, Literal
 from etils import epath
 
 from maxmars.config.checks import CheckedConfig, NotNegative, from_json
-from maxmars.config.errors import about
+from maxmars.config.errors import about, in_words
 from maxmars.data.rows import Skipped
 from maxmars.data.tokenizer import Loss
 from maxmars.distributed.files import parse_json, read_text, reporting, resolve, write_text
 
 FORMAT = "maxmars-tokens"
 VERSION = 3
-"""Version 2 is read too: it divided texts into the splits by another rule."""
 METADATA, PLAN = "meta.json", "plan.json"
 PREPARE = (
     "run `maxmars data prepare SOURCE DIRECTORY` to make one, with `--tokenizer gpt2` for GPT-2"
@@ -48,8 +47,6 @@ class Shard(CheckedConfig):
     crc32c: str | None = None
     """The checksum that buckets keep: base64 of the big-endian CRC32C. None where the text was
     prepared without the extra `gcs`."""
-    generation: str | None = None
-    """Unused: earlier versions recorded the generation of the object in the bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,16 +143,14 @@ def parse_metadata(text: str, path: epath.Path) -> Metadata:
       ValueError: the text is damaged, or of another format or version.
     """
     with about(path):
-        fields = from_json(dict[str, Any], parse_json(text))
-        format_, version = fields.pop("format", None), fields.pop("version", None)
-        if format_ != FORMAT or version not in (2, VERSION):
-            raise ValueError(
-                f"it is of format {format_!r} version {version!r}, but this maxmars reads "
-                f"{FORMAT!r} version {VERSION}; {AGAIN}."
-            )
-        # Fields of earlier versions that are unused now.
-        for name in ("part", "eot_token"):
-            fields.pop(name, None)
-        if isinstance(loss := fields.get("loss"), dict):
-            fields["loss"] = {k: loss[k] for k in loss if k not in ("tokens", "unknown")}
-        return from_json(Metadata, fields)
+        try:
+            fields = from_json(dict[str, Any], parse_json(text))
+            format_, version = fields.pop("format", None), fields.pop("version", None)
+            if format_ != FORMAT or version != VERSION:
+                raise ValueError(
+                    f"it is of format {format_!r} version {version!r}, but this maxmars reads "
+                    f"{FORMAT!r} version {VERSION}"
+                )
+            return from_json(Metadata, fields)
+        except ValueError as error:
+            raise ValueError(f"{in_words(error).removesuffix('.')}; {AGAIN}.") from None

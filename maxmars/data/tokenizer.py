@@ -630,9 +630,9 @@ def _read(path: epath.Path) -> TokenizerFiles:
             return read_json_object(directory / name) if name in names else {}
 
         settings = fields("special_tokens_map.json") | fields(_SETTINGS)
-        end, kind = settings.get("eos_token"), settings.get("tokenizer_class", "")
-        if not settings:  # earlier versions recorded both in the directory's meta.json
-            kind, end = (fields("meta.json").get(name) for name in ("tokenizer", "eot_token"))
+        end = settings.get("eos_token")
+        # Beside tokens without files of their tokenizer, `meta.json` names a built-in one.
+        kind = settings.get("tokenizer_class") or fields("meta.json").get("tokenizer")
         if file in names:
             require_file(directory / file)
             content = (directory / file).read_bytes()

@@ -121,8 +121,8 @@ def _config_of(fields: dict[str, Any]) -> GPT2Config:
             f"as wide as n_embd ({fields['n_embd']}) only."
         )
     ours = from_json(dict[str, Any], fields.get(_OURS, {}))
-    if ours.get("document_end_id", "") is None:  # which earlier exports had
-        del ours["document_end_id"]
+    # As in `config.train.from_dict`: a removed field that was not in use is as if it never was.
+    ours = {name: value for name, value in ours.items() if value is not None}
     if not ours.keys() <= set(_OUR_FIELDS):
         raise ValueError(f"{_OURS} holds {', '.join(ours)}, not {', '.join(_OUR_FIELDS)} alone.")
     values = {name: fields[theirs] for name, theirs in _FIELDS.items()}

@@ -1,6 +1,5 @@
 import hashlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from maxmars.data.prepare import prepare, prepare_python_sources
 from maxmars.data.tokenizer import ByteTokenizer, GPT2Tokenizer, load
 
 EOT = ByteTokenizer.eot
-VERSION_2 = Path(__file__).parent / "version_2"
 
 
 def documents(count, length=20):
@@ -191,6 +189,12 @@ def test_other_arguments_do_not_continue(tmp_path):
     ):
         with refused(ValueError, tmp_path / "out", name, repr(earlier), repr(now)):
             run(documents(250), tmp_path / "out", **({"task_bytes": 500} | {name: now}))
+    plan = tmp_path / "out" / "plan.json"
+    begun = plan.read_text()
+    plan.write_text(begun.replace('"version": ', '"version": 1'))
+    with refused(ValueError, tmp_path / "out", "version 1", "delete"):
+        run(documents(250), tmp_path / "out", task_bytes=500)
+    plan.write_text(begun)
     run(documents(250), tmp_path / "out", task_bytes=500)
 
 
@@ -377,27 +381,3 @@ def test_python_sources_are_prepared_by_several_at_once(tmp_path, monkeypatch):
     shard.write_bytes(b"")
     with refused(ValueError, shard, "0 bytes"):
         prepare_python_sources()
-
-
-def test_a_directory_of_an_earlier_version_is_read():
-    """`version_2` is one that maxmars made when 2 was the version."""
-    texts = [*pieces(read(VERSION_2, "train")), *pieces(read(VERSION_2, "val"))]
-    assert set(texts) == {
-        f"Document {i} counts {' '.join(map(str, range(i % 7)))}." for i in range(40)
-    }
-    assert load(VERSION_2).name == "byte"
-    with refused(FileExistsError, VERSION_2, "complete"):
-        run(documents(3), VERSION_2)
-
-
-def test_an_unfinished_preparation_of_an_earlier_version_is_not_continued(tmp_path):
-    """`version_2_unfinished` is one of two tasks, of which one is done."""
-    shutil.copytree(f"{VERSION_2}_unfinished", tmp_path / "out")
-
-    def files():
-        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-    before = files()
-    with refused(ValueError, tmp_path / "out", "version 2", "delete"):
-        run(documents(3), tmp_path / "out")
-    assert files() == before

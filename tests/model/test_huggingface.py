@@ -258,6 +258,8 @@ def test_ours_come_back(tmp_path, kind):
     fields = huggingface.config_fields(config)
     assert fields["n_ctx"] == fields["n_positions"] == config.max_seq_len  # llama.cpp reads n_ctx
     assert read_config(tmp_path, fields) == config
+    fields["maxmars"] |= {"removed": None}  # as an earlier version had it, and did not use it
+    assert read_config(tmp_path, fields) == config
 
 
 WRONG = {

@@ -298,7 +298,7 @@ def test_rewinds_that_make_no_sense(tmp_path, run):
     assert after == before
 
 
-def test_a_run_that_was_steered_by_options_of_train_is_refused_in_a_line(run):
+def test_a_session_with_a_field_of_another_version_is_refused_in_a_line(run):
     path = run / "journal.jsonl"
     began, *others = map(json.loads, path.read_text().splitlines())
 
@@ -309,9 +309,9 @@ def test_a_run_that_was_steered_by_options_of_train_is_refused_in_a_line(run):
             above = lines[-1]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    write({"rewind": None, "skip_examples": 5, "new_optimizer_state": False, "id": "0", "from": 2})
+    write({"skip_examples": 5})
     for call in (lambda: go_on(run, 8), lambda: audited(run), lambda: rewound(run, 2)):
-        with refused(ValueError, path, "step 0", "--init-from"):
+        with refused(ValueError, path, "step 0", "order", "--init-from"):
             call()
     write(None)
     go_on(run, 8)
