@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     """
     if argv is None:
         argv = sys.argv[1:]
+    # Once, as a process may call this function many times.
     if getattr(sys.unraisablehook, "func", None) is not _show_unraisable:
         sys.unraisablehook = functools.partial(_show_unraisable, sys.unraisablehook)
     # A run must not end because nobody reads its output; the metrics are in files.

@@ -51,11 +51,13 @@ def run(argv: list[str]) -> int:
     def log(text: str) -> None:
         print(text, file=sys.stderr)
 
+    # Quiet, as `log` prints the lines; on a terminal a row shows that the audit goes on.
     with Progress(stderr=True, quiet=True) as progress, progress.waiting("auditing"):
         from maxmars.train.audit import audit  # loads JAX
 
         result = audit(arguments.run, replay=arguments.replay, log=log)
     if arguments.output is not None:
+        # A property, which `asdict` leaves out.
         fields = {"verdict": result.verdict, **dataclasses.asdict(result)}
         write_json(arguments.output, fields)
     print(result.text)

@@ -136,6 +136,7 @@ def _make_comparison(argv: list[str]) -> tuple[CompareArguments, Comparison]:
     first_options, argv = parse.parse_first(_Optimizers, argv)
     optimizers = first_options.optimizers or ()
     _refuse_commas("--optimizers", optimizers)
+    # An empty variable of a shell gives no word, or in quotes an empty one.
     is_empty = first_options.optimizers == () or not all(optimizers)
     if is_empty or len({*optimizers}) < len(optimizers):
         raise UsageError(f"--optimizers {' '.join(optimizers)} must name optimizers, each once.")
@@ -150,7 +151,7 @@ def _make_comparison(argv: list[str]) -> tuple[CompareArguments, Comparison]:
         parsed = _parse_for_file(from_file, options, f"{_PROG} {spec}")
     else:
         parsed = _parse_for_optimizers(argv, optimizers)
-    arguments = next(iter(parsed.values()))
+    arguments = next(iter(parsed.values()))  # all but `config` is equal in all of them
     try:
         config = ComparisonConfig(
             contenders={name: _without_evaluations(a.config) for name, a in parsed.items()},
@@ -194,6 +195,7 @@ def _comparison_dir(arguments: CompareArguments) -> Path:
     """The directory of the comparison."""
     if arguments.workdir is None:
         raise UsageError(f"{_PROG} needs --workdir DIR, where finished trials are kept.")
+    # Processes divide the trials among them by locks of files, which buckets lack.
     return _local_path("--workdir", arguments.workdir)
 
 
@@ -409,6 +411,7 @@ def _without_evaluations(config: TrainConfig) -> TrainConfig:
     evaluation = dataclasses.replace(config.eval, hellaswag_every=None, own=None, data=())
     if evaluation.every is None:  # the search needs the loss at the end
         evaluation = dataclasses.replace(evaluation, every=config.num_steps)
+    # It would name one of the sets that the line above has taken away.
     checkpoint = dataclasses.replace(config.checkpoint, keep_best_of=None)
     return dataclasses.replace(config, eval=evaluation, checkpoint=checkpoint)
 

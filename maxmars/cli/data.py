@@ -35,9 +35,9 @@ from maxmars.distributed.progress import Progress
 if TYPE_CHECKING:
     from maxmars.data.prepare import Preparation
 
-_SAMPLE_TOKENS = 1 << 14
+_SAMPLE_TOKENS = 1 << 14  # of each split, for the bytes of a token
 _SAMPLE_CHARACTERS = 300
-_BLOCK_TOKENS = 1 << 22
+_BLOCK_TOKENS = 1 << 22  # 16 MiB as uint32
 _TOKENS_OF_SMALL = 124_000_000  # one for each parameter of GPT-2 small
 _RECORDED_ALWAYS = {"tokenizer", "validation_fraction"}  # also at their defaults
 _NOT_RECORDED = {"source", "out", "workers", "tasks"}  # words of the command, or without effect
@@ -154,6 +154,7 @@ def open_preparation(arguments: PrepareArguments) -> Preparation:
             f"--validation {validation_source} is the validation split; leave out "
             "--validation-fraction."
         )
+    # In quotes, a shell passes \n as these two characters.
     for escape, character in ((r"\n", "\n"), (r"\r", "\r"), (r"\t", "\t")):
         separator = separator and separator.replace(escape, character)
     open_source = functools.partial(
@@ -193,7 +194,8 @@ def _prepare(arguments: PrepareArguments) -> int:
     recipe, out = preparation.recipe, preparation.out
     workers = arguments.workers
     if workers is None:
-        workers = len(os.sched_getaffinity(0))
+        workers = len(os.sched_getaffinity(0))  # taskset and SLURM may allow fewer than there are
+    # A job may begin when the others have done all. Without --tasks, `run` refuses a complete OUT.
     was_complete = job is not None and preparation.is_finished()
     if not was_complete:
         with Progress(stderr=True) as status:
@@ -341,6 +343,7 @@ def _verify(directory: epath.Path, metadata: Metadata) -> None:
 
 def _print_summary(directory: TokenDirectory, splits: Mapping[str, TokenStream]) -> None:
     """Print the origin of the tokens, their counts, and a sample of each split."""
+    # A long command stays one line, to be copied; and a text may have brackets, rich's markup.
     console = Console(highlight=False, soft_wrap=True)
     metadata, vocabulary = directory.metadata, directory.vocabulary
     file_format = "files of another program, without source and counts of documents"

@@ -242,6 +242,7 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     # Data, functions and tokenizer are those of the first model: both are scored on the same.
     first, data, sets = targets[0], None, arguments.data.sets
     evaluation = first.evaluation()
+    # Of `tasks`, which the user named, none may lack its data; of `chosen` such ones are left out.
     if not sets and "loss" in chosen:
         data = first.data()
         sets = recorded_code(evaluation.data, first.directory, EVAL_SOURCE)  # copies in sources/
@@ -268,6 +269,7 @@ def _run_native(arguments: EvalArguments, tasks: list[str], mesh: Any) -> None:
     is_nameless = len(path) == 1 and not path[0].startswith(f"{sets[0].name}=")
 
     def open_splits(model: Any) -> dict[str, Any]:
+        # The tokenizer is opened for files of text alone, as a model may lack it.
         splits = open_validation(
             data, sets, lambda: first.tokenizer(first.config()), model, files=files
         )

@@ -59,6 +59,7 @@ def run(argv: list[str]) -> int:
     # Read before the model, as a wrong file should be refused at once.
     reports = [read_report(path) for path in (arguments.report or "").split(",") if path]
 
+    # Called before the directory gets its name, so that no export is without its card.
     def add_card(directory: Path, exported: Exported) -> None:
         write_card(directory, exported, name=Path(out).name, reports=reports)
 

@@ -85,6 +85,7 @@ class GenerateArguments(CheckedConfig):
 
 def run(argv: list[str]) -> int:
     """Run `maxmars generate`."""
+    # Prompts go into no record, and may look like credentials.
     arguments = parse_options(GenerateArguments, argv, prog="maxmars generate", recorded=False)
     prompts, as_json = list(arguments.prompt), arguments.json
     if bool(prompts) == arguments.interactive:
@@ -113,6 +114,7 @@ def run(argv: list[str]) -> int:
 
 
 def _check_is_text(prompt: str, origin: str) -> None:
+    # In the command line, Python has lone surrogates for bytes that are no UTF-8.
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         raise UsageError(f"{origin} {prompt!a} is not UTF-8 text.")
 
@@ -217,7 +219,7 @@ def _read_prompt() -> str | None:
             prompt = line.removesuffix("\n")
     except EOFError:
         if is_terminal:
-            print(file=sys.stderr)
+            print(file=sys.stderr)  # Ctrl-D leaves the cursor behind "> "
         return None
     _check_is_text(prompt, "the prompt")
     return prompt

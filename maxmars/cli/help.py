@@ -106,6 +106,7 @@ def _options_class(arguments: Any, names: Sequence[str]) -> type:
         marks = [tyro.conf.arg(name=name.replace("_", "-"), help=text)]
         marks += [FlagConversionOff] if holder is not arguments else []  # a field of the config
         kind: Any = _hints(holder)[leaf]
+        # `marks` have the option's name: it may have dots, as mesh.fsdp, which a field's may not.
         option = f"option_{len(fields)}", Annotated[kind, *marks], defaults_of(holder)[leaf]
         fields.append(option)
     return dataclasses.make_dataclass("Options", fields, kw_only=True)

@@ -136,6 +136,7 @@ def _start(platform: _Platform, options: Any, train: tuple[str, ...]) -> int:
             "--workdir goes before --, and the launcher gives each process its number: leave "
             "--workdir, --coordinator, --num-processes and --process-id out after --."
         )
+    # By their names: files are packed by path, and a `Source` equals its copy at another path.
     if (parsed_sources := list(map(repr, sources_in(parsed.config)))) != list(map(repr, sources)):
         raise UsageError(
             f"the functions {', '.join(parsed_sources)} are not those that {options.config} names, "
@@ -198,7 +199,7 @@ def _slurm_machines(options: slurm.SlurmOptions) -> _Machines:
     gpus = options.nodes * options.gpus_per_node
     return _Machines(
         hosts=options.nodes,
-        chips=gpus or options.nodes,
+        chips=gpus or options.nodes,  # without GPUs, --price is that of a node
         kind="GPU" if gpus else "CPU",
         devices=gpus,
         network_size=options.gpus_per_node,

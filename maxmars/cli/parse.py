@@ -122,6 +122,7 @@ class _Make:
 
 def parse_first(options_class: type[Options], argv: Sequence[str]) -> tuple[Options, list[str]]:
     """Parse some options before all others; returns them and the other words."""
+    # Without --help, which is to show all options.
     return tyro.cli(options_class, args=argv, return_unknown_args=True, add_help=False)
 
 

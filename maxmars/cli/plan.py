@@ -165,14 +165,14 @@ def _plan_policies(
 def _train_command(words: list[str], overrides: list[str]) -> str:
     """The command that trains what was planned: without the options that only `plan` has."""
     removed = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(PlanArguments)}
-    removed.update(overrides[::2])
+    removed.update(overrides[::2])  # which take the place of the user's
     train_words, rest = [], iter(words)
     for word in rest:
         flag, equals, _ = word.partition("=")
         if flag.replace("_", "-") not in removed:
             train_words.append(word)
         elif not equals:
-            next(rest)
+            next(rest)  # its value, which every option of `plan` takes
     return shlex.join(["maxmars", "train", *train_words, *overrides])
 
 

@@ -108,6 +108,7 @@ def _train(arguments: TrainArguments, process: RunProcess) -> int:
         init_from = InitFrom(
             path=arguments.init_from, optimizer_state=arguments.init_optimizer_state
         )
+    # Users write fields as the options are called, such as optimizer.learning-rate.
     overrides = (arguments.resume_overrides or "").replace("-", "_").split(",")
     requested = arguments.workdir
     workdir = resolve(_default_workdir(arguments) if requested is None else requested)

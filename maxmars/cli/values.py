@@ -73,7 +73,7 @@ def _one_word(
         nargs=1,
         metavar=metavar,
         instance_from_str=parse,
-        is_instance=lambda value: type(value) is kind,
+        is_instance=lambda value: type(value) is kind,  # isinstance holds for True and int
         str_from_instance=lambda value: [show(value)],
     )
 
@@ -117,6 +117,7 @@ def _without_rules(hint: Any) -> Any:
         kind: Any = _without_rules(hint.__origin__)
         return Annotated[kind, *hint.__metadata__]
     if typing.get_origin(hint) in (Union, types.UnionType):
+        # Annotated types within an Annotated are flattened, so its first argument is the bare type.
         kinds = [typing.get_args(Annotated[kind, None])[0] for kind in typing.get_args(hint)]
         return functools.reduce(
             operator.or_, [k for k in kinds if k is not str or Source not in kinds]

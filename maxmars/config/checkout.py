@@ -19,9 +19,10 @@ COMMIT = "launch-commit.txt"
 def git_commit(root: Path) -> str | None:
     """Commit of the code in `root`, the top of a checkout or a `site-packages`, with `-dirty` if
     tracked files have changed; None if unknown."""
-    if not (root / ".git").exists():
+    if not (root / ".git").exists():  # a folder, or in a worktree a file
         commit, origin = _installed(root)
         return commit or origin.get("vcs_info", {}).get("commit_id")
+    # Without --exclude, git would name the commit by the nearest tag.
     describe = ["describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
     try:
         return subprocess.check_output(
@@ -46,6 +47,7 @@ def wheel_sha256(root: Path) -> str | None:
 def _installed(root: Path) -> tuple[str | None, dict[str, Any]]:
     """Content of `COMMIT` and of `direct_url.json` of the maxmars installed in `root`; (None, {})
     where there is none."""
+    # Of `root` alone, as Python's path may have another maxmars too.
     for package in importlib.metadata.distributions(name="maxmars", path=[str(root)]):
         origin = json.loads(package.read_text("direct_url.json") or "{}")
         return (package.read_text(COMMIT) or "").strip() or None, origin

@@ -60,6 +60,7 @@ _EVERY_FIELD = (
 
 
 def _elements(value: Any) -> tuple[Any, ...]:
+    # Not those of a dict: `normalize_options` checks the options of a user's function.
     return value if isinstance(value, tuple) else (value,)
 
 
@@ -151,6 +152,7 @@ def from_json(kind: Any, value: Any) -> Any:
     if is_dataclass:
         fields = dataclasses.fields(kind)
         required = {f.name for f in fields if f.default is f.default_factory is MISSING}
+        # Unknown fields first: where one is misspelt, the right one is missing, too.
         if mismatched := (value.keys() - kinds.keys()) or (required - value.keys()):
             verb = "has the unknown field" if mismatched <= value.keys() else "lacks the field"
             raise ValueError(f"it {verb} {', '.join(sorted(mismatched))}")

@@ -19,7 +19,7 @@ _NAMES = (
     r"|(?:access|auth|hf)[_-]?token)"
 )
 _NAME = re.compile(rf"(.*_)?{_NAMES}")
-_LOGIN = re.compile(r"://[^\s/?#\"'<>]+@")
+_LOGIN = re.compile(r"://[^\s/?#\"'<>]+@")  # not gs://bucket/a@b
 _TEXTS = {
     "a token of the Hugging Face hub": re.compile(r"\bhf_[A-Za-z0-9]{16}"),
     "a token of GitHub, GitLab or Slack": re.compile(
@@ -28,7 +28,9 @@ _TEXTS = {
     "an API key": re.compile(r"\b(sk-[\w-]*[A-Za-z0-9]{16}|AIza[\w-]{35})"),
     "an access key of AWS": re.compile(r"\bA[KS]IA[0-9A-Z]{16}"),
     "a private key": re.compile(r"-BEGIN [A-Z ]*PRIVATE KEY"),
+    # eyJ is {" in base64, with which both parts of a JSON Web Token begin.
     "a signed token": re.compile(r"\beyJ[\w-]{8,}\.eyJ[\w-]{8,}"),
+    # In lower case `bearer` is an English word: there what follows must have a digit.
     "a header with a token": re.compile(
         r"(?i:\bAuthorization[\"']?\s*[:=]\s*[\"']?\w)|\bBearer\s+[\w.~+/=-]{6}"
         r"|(?i:\bbearer\s+(?=\S*\d)\S{8})"

@@ -182,6 +182,7 @@ class MixtureConfig(TokenOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(bool(self.parts), "a MixtureConfig needs at least one part.")
+        # `data/sampling.py` finds the weights of an example by bisection.
         begins = [change.at_example for change in self.changes]
         require(
             begins == sorted(set(begins)),

@@ -164,8 +164,8 @@ _USER_FUNCTION = "FILE.py:NAME"
 
 
 def _read_choices(path: Path, get_config: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """The choices of a file: of each, its values by how they are written, with `_OWN` among them
-    where it may be a function of the user's own; none where it may be any text."""
+    """The choices of a file: of each, its values by how they are written, with `_USER_FUNCTION`
+    among them where it may be a function of the user's own; none where it may be any text."""
     hints = typing.get_type_hints(get_config)
     choices: dict[str, dict[str, Any]] = {}
     for name in inspect.signature(get_config).parameters:
@@ -227,6 +227,7 @@ def _value_of_choice(name: str, word: str, values: Mapping[str, Any] | None) -> 
     """The value that a word means for a choice with these values; None if it is not allowed."""
     if not values:  # any text, or no such choice
         return None if values is None else word or None
+    # The placeholder is a key of `values`, but no word for a user to type.
     if _USER_FUNCTION in values and (word not in values or word == _USER_FUNCTION):
         return _parse_user_function(name, word)
     return values.get(word)
@@ -235,6 +236,7 @@ def _value_of_choice(name: str, word: str, values: Mapping[str, Any] | None) -> 
 def _parse_user_function(name: str, word: str) -> Source | None:
     """The function of the user's own that the word of a choice names; None if it names none."""
     try:
+        # For the choice `optimizer` this is the only field that may name an installed package.
         source = Source.parse(word, field=f"{name}.make")
     except ValueError:
         return None

@@ -86,6 +86,7 @@ class GPT2Config(CheckedConfig):
         """Rows of the token embedding: `vocab_size` rounded up to `vocab_pad_multiple`."""
         return -(-self.vocab_size // self.vocab_pad_multiple) * self.vocab_pad_multiple
 
+    # The four published sizes have heads of 64.
     @classmethod
     def small(cls) -> GPT2Config:
         """124m parameters."""

@@ -1,4 +1,8 @@
-"""Numbers and durations as short texts for people."""
+"""Numbers and durations as short texts for people.
+
+Numbers are rounded before their magnitude is chosen, so that no text is longer than its column:
+999,600 is 1.00M, not 1000k. Files for programs get the numbers themselves.
+"""
 
 from __future__ import annotations
 

@@ -223,6 +223,7 @@ class MomentumKernelConfig(CheckedConfig):
 class AdamWConfig(AdamLikeConfig):
     """AdamW: decay on the matrices of linear layers, none on embeddings, norms and biases."""
 
+    # As the MARS paper trains GPT-2 small.
     learning_rate: Positive[float] = 6e-4
     b2: Fraction = 0.95
     momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
@@ -237,6 +238,7 @@ class NAdamWConfig(AdamLikeConfig):
     """NAdamW: AdamW with Nesterov momentum, by optax. A control for MARS, whose correction is
     Nesterov momentum where gamma = 1 - b1."""
 
+    # The best of Marin's sweeps (arXiv 2509.02046) at the size nearest to GPT-2 small.
     learning_rate: Positive[float] = 8e-3
     b1: Fraction = 0.95
     b2: Fraction = 0.98
@@ -248,6 +250,7 @@ class MarsConfig(NewtonSchulzConfig):
     """MARS (arXiv 2411.10438): variance reduction on every matrix. Embeddings count as matrices in
     the variants adamw and lion; in shampoo and m they get AdamW with vector_b1 and vector_b2."""
 
+    # The official recipe for GPT-2 small; its rate of norms and biases is 3e-3.
     learning_rate: Positive[float] = 6e-3
     weight_decay: NotNegative[float] = 1e-2
     variant: Literal["adamw", "lion", "shampoo", "m"] = "adamw"
@@ -335,7 +338,7 @@ class MuonConfig(NewtonSchulzConfig):
     momentum_kernel: MomentumKernelConfig = field(default_factory=MomentumKernelConfig)
     eps: Positive[float] = 1e-8
     """Epsilon, added to the root of AdamW's second moment."""
-    vector_learning_rate_scale: Positive[float] = 0.15
+    vector_learning_rate_scale: Positive[float] = 0.15  # 3e-3, as for MARS
     """AdamW's learning rate as a fraction of `learning_rate`."""
     vector_b1: Fraction = 0.9
     """AdamW's decay of the first moment."""
@@ -373,8 +376,8 @@ def _rule_beside_adamw(
 class LionConfig(DecayedConfig):
     """Lion (arXiv 2302.06675): the sign of an interpolated momentum, for every parameter."""
 
-    learning_rate: Positive[float] = 1e-4
-    weight_decay: NotNegative[float] = 1.0
+    learning_rate: Positive[float] = 1e-4  # for GPT-2 small in the table of Sophia's repository
+    weight_decay: NotNegative[float] = 1.0  # ten times AdamW's, as Lion's authors advise
     b1: Fraction = 0.95
     """Weight of the momentum in the update; the gradient has the rest."""
     b2: Fraction = 0.98

@@ -190,6 +190,7 @@ class TrainConfig(CheckedConfig):
 
     name: NotEmpty
     """Name of the run; its default working directory is runs/NAME."""
+    # `train/step.py` makes JAX's key of a uint32.
     seed: Annotated[NotNegative[int], Rule(lambda s: s < 2**32, "must be less than 2**32")] = 0
     """Seed of the initial weights and of the order of the data."""
     num_steps: Count[int]
@@ -223,6 +224,7 @@ class TrainConfig(CheckedConfig):
     evaluation takes longer than this and longer than ten times the one before it. The first of
     each, which compiles, a checkpoint and a function of eval.own may take ten times this. None
     waits for ever."""
+    # Not compared: of the same resolved values, it makes no difference who chose them.
     asked: Annotated[dict[str, Any], tyro.conf.Suppress] = field(
         default_factory=dict, compare=False
     )

@@ -89,6 +89,7 @@ class Source:
             name comes from a record, where only optax's functions and copies in sources/
             (`recorded_copy`) run. Any other exception comes from the code of the file.
         """
+        # The record has optax's version, and so tells what ran; of most packages it has none.
         if self.is_recorded and not self.function.startswith(("optax:", "optax.")):
             raise ValueError(
                 f"{field}={self!r} is named by a record, of which only copies in sources/ and "
@@ -163,7 +164,8 @@ def _read_files(path: Path, sha256: str) -> dict[str, bytes]:
 
 
 _FOLDER = contextvars.ContextVar[Path | None](
-    "folder of the config file that is loaded", default=Path()
+    "folder of the config file that is loaded",
+    default=Path(),  # the working directory, for the command line
 )
 
 
@@ -194,7 +196,7 @@ def with_sources(config: Any, change: Callable[[Source], Source]) -> Any:
         return change(config) if config.file else config
     if isinstance(config, tuple):
         return tuple(with_sources(item, change) for item in config)
-    if not sources_in(config):
+    if not sources_in(config):  # as it is: `replace` would check each part anew
         return config
     names = [field.name for field in dataclasses.fields(config)]
     return dataclasses.replace(
@@ -238,7 +240,7 @@ def _defaults_in_file(source: Source) -> dict[str, Any]:
     defs = [f for f in tree.body if isinstance(f, ast.FunctionDef) and f.name == source.function]
     if not defs:
         return {}
-    signature = defs[-1].args
+    signature = defs[-1].args  # as in Python, the last definition of a name counts
     positional = [*signature.posonlyargs, *signature.args]
     # Defaults belong to the last positional arguments; a keyword-only one without has None.
     pairs = list(zip(reversed(positional[1:]), reversed(signature.defaults), strict=False))

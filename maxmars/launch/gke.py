@@ -42,7 +42,7 @@ _CONTAINER = "maxmars"
 _PORT = 8476
 _PIP = "python3 -m pip install --quiet --root-user-action=ignore --disable-pip-version-check"
 _SPOT = "cloud.google.com/gke-spot"
-_MAX_CONFIG_MAP_BYTES = 1_000_000
+_MAX_CONFIG_MAP_BYTES = 1_000_000  # Kubernetes takes 1 MiB
 
 # Values of the node labels of accelerators, by Google's page "Plan TPUs in GKE" and its pages on
 # GPUs.
@@ -214,6 +214,7 @@ def jobset(options: GkeOptions, job: Job) -> dict[str, Any]:
       UsageError: --patch is no mapping in YAML.
     """
     workload = {"xpk.google.com/workload": job.name}
+    # A slice of several hosts is a node pool of its own in GKE, which two Jobs must not share.
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     users_errors = {"containerName": _CONTAINER, "operator": "In", "values": [1, 2, 78]}
     job_of_slice = {

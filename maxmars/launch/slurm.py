@@ -233,6 +233,7 @@ def script(options: SlurmOptions, job: Job) -> str:
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in sbatch.items() if value is not None]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in options.sbatch)]
+    # When a process fails or ends, the others have 300 s to save.
     srun = shlex.join(["srun", "--kill-on-bad-exit=0", "--wait=300", *options.srun])
     train = shlex.join([sys.executable, *job.python_arguments(copy)])
     prolog = "# no --prolog"
@@ -294,6 +295,7 @@ def launch(options: SlurmOptions, job: Job) -> None:
         part.rename(copy)
     path = Path(job.workdir) / f"{job.name}.sbatch"
     path.write_text(script(options, job))
+    # Where SLURM knows several clusters, --parsable prints JOB;CLUSTER.
     number = run_or_fail(["sbatch", "--parsable", str(path)]).strip().split(";")[0]
     log(f"submitted job {number}: {path}")
     log(f"its output goes to {job.workdir}/slurm-{number}.out")
@@ -301,6 +303,7 @@ def launch(options: SlurmOptions, job: Job) -> None:
 
 
 def _copy_of_code(job: Job) -> Path:
+    # By digest, as a job that waits or runs keeps its code when another one is launched.
     return Path(job.workdir) / f"source-{job.code.digest}"
 
 

@@ -42,7 +42,7 @@ def make_wheel() -> bytes:
     with zipfile.ZipFile(wheel, "w") as archive:
         for name, content in sorted(files.items()):
             member = zipfile.ZipInfo(name)  # dated 1980-01-01
-            member.external_attr = 0o644 << 16
+            member.external_attr = 0o644 << 16  # Unix's mode is in the upper half
             archive.writestr(member, content)
     return wheel.getvalue()
 
