@@ -102,7 +102,10 @@ def run(argv: list[str]) -> int:
     if argv[:1] == ["verify"]:
         return _verify(parse.parse_options(VerifyArguments, argv[1:], prog=f"{_PROG} verify"))
     arguments, comparison = _make_comparison(argv)
-    workdir = _comparison_dir(arguments)
+    if arguments.workdir is None:
+        raise UsageError(f"{_PROG} needs --workdir DIR, where finished trials are kept.")
+    # Processes divide the trials among them by locks of files, which buckets lack.
+    workdir = _local_path("--workdir", arguments.workdir)
     from maxmars.distributed.progress import loading_jax
 
     with loading_jax():
@@ -189,14 +192,6 @@ def _make_comparison(argv: list[str]) -> tuple[CompareArguments, Comparison]:
             file=sys.stderr,
         )
     return arguments, comparison
-
-
-def _comparison_dir(arguments: CompareArguments) -> Path:
-    """The directory of the comparison."""
-    if arguments.workdir is None:
-        raise UsageError(f"{_PROG} needs --workdir DIR, where finished trials are kept.")
-    # Processes divide the trials among them by locks of files, which buckets lack.
-    return _local_path("--workdir", arguments.workdir)
 
 
 def _local_path(option: str, path: str) -> Path:

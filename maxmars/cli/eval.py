@@ -151,8 +151,11 @@ def run(argv: list[str]) -> int:
     cluster = arguments.coordinator, arguments.num_processes, arguments.process_id
     open_port = processes.initialize(*cluster)
     processes.check_accelerators()
-    if arguments.output is not None:  # only now, as all processes must agree to stop
-        _check_output(arguments.output)
+    # Only now, as all processes must agree to stop.
+    if (output := arguments.output) is not None and (
+        problem := processes.text_from_primary(lambda: why_no_output(output))
+    ):
+        raise UsageError(problem)
     mesh = sharding.make_mesh(arguments.mesh)
     processes.warn_once(open_port)
     if arguments.backend == "lm-eval":
@@ -200,15 +203,6 @@ def _check_tasks(arguments: EvalArguments) -> list[str]:
                 f"{option} belongs to --backend {other}, not to {backend}; leave it out."
             )
     return tasks
-
-
-def _check_output(output: Path) -> None:
-    """Refuse, in every process, a file that process 0 cannot write, before all the work."""
-    from maxmars.distributed import processes
-
-    problem = processes.text_from_primary(lambda: why_no_output(output))
-    if problem is not None:
-        raise UsageError(problem)
 
 
 def _token_files(options: DataArguments) -> dict[str, Any]:

@@ -8,7 +8,6 @@ a wrong option, mesh or path is refused before anything is rented.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,7 +59,7 @@ def run(argv: list[str]) -> int:
     name, rest = (argv[0], argv[1:]) if argv else ("", [])
     if name in HELP:
         print(_USAGE)
-        sys.exit(0)
+        return 0
     if name not in _PLATFORMS:
         raise UsageError(
             f"maxmars launch needs one of {', '.join(_PLATFORMS)}, not {name!r}. "
