@@ -3,6 +3,7 @@
 One is killed, another one hangs; all together and fewer continue what they saved.
 """
 
+import json
 import shutil
 import signal
 
@@ -36,13 +37,34 @@ CONFIG = """
     checkpoint=CheckpointConfig(every=4, keep_last=9),
     hang_timeout_s=10.0,
 """
+# Python tells the hook of every file and directory that it opens.
+HOOK = """
+import atexit, json
+
+OPENED = []
+
+def note(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir") and isinstance(arguments[0], str):
+        OPENED.append(arguments[0])
+
+def write():
+    index = sys.argv[sys.argv.index("--process-id") + 1]
+    Path(__file__).with_name(f"opened_{index}.json").write_text(json.dumps(OPENED))
+
+if "--process-id" in sys.argv and any(word.endswith("by_two") for word in sys.argv):
+    sys.addaudithook(note)
+    atexit.register(write)
+"""
 LOST = " of 3 has lost another process of the run"
 SHARDED = ("--mesh.fsdp", "3")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return write_config(tmp_path_factory.mktemp("three"), CONFIG)
+    folder = write_config(tmp_path_factory.mktemp("three"), CONFIG)
+    with (folder / "config.py").open("a") as file:
+        file.write(HOOK)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +124,7 @@ def test_after_a_kill_and_a_hang_all_three_continue_bit_by_bit(folder, undisturb
     assert first_difference(undisturbed, workdir) is None
 
 
-def test_what_three_have_saved_two_continue(folder, undisturbed):
+def test_what_three_have_saved_two_continue_and_process_0_reads_for_both(folder, undisturbed):
     run = folder / "by_two"
     shutil.copytree(undisturbed, run)
     rewind(run, 8)
@@ -111,3 +133,19 @@ def test_what_three_have_saved_two_continue(folder, undisturbed):
     found = audited(run)
     assert found.verdict == "one trajectory up to rounding"
     assert "num_processes 3 -> 2" in found.changes[0]
+
+    first, second = (  # relative to the working directory
+        [
+            path[len(f"{run}/") :]
+            for path in json.loads(file.read_text())
+            if path.startswith(str(run))
+        ]
+        for file in (folder / f"opened_{i}.json" for i in range(2))
+    )
+    assert "checkpoints/8/meta/data.json" in first
+    assert [path for path in second if path.startswith("checkpoints/") and "meta/" in path] == []
+    # Neither what the first process wrote of its own arrays, nor the older checkpoints.
+    assert not any(path.endswith("array_metadatas/process_0") for path in second)
+    assert not any(path.startswith("checkpoints/4") for path in second)
+    assert second.count("checkpoints") <= 3 < first.count("checkpoints")  # Orbax lists it
+    assert {path for path in second if path.startswith("logs/")} == {"logs/host_001.log"}
