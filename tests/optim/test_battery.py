@@ -17,7 +17,6 @@ import optax
 import optax.contrib
 import pytest
 import trees
-from gpt2_matrices import make_mesh
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from refusals import refused
 
@@ -614,7 +613,7 @@ def count_in_place(tree, mesh):
 
 @pytest.mark.parametrize(("name", "shape"), [*zip(ON_MESHES, itertools.cycle(MESHES))])
 def test_a_mesh_changes_nothing_and_gathers_no_matrix(x64, name, shape):
-    case, mesh = CASES[name], make_mesh(shape)
+    case, mesh = CASES[name], trees.mesh_of(*shape)
     options = {} if case.factory is adam_floor else {"ns_dtype": "float64"}
 
     def trained(mesh):

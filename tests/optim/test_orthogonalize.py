@@ -1,26 +1,80 @@
 import math
 
-import gpt2_matrices
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpt2_matrices import LARGE, PARTITIONS, XL, make_mesh, random_matrices, shapes, specs
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from refusals import refused
-from trees import assert_close
+from trees import assert_close, mesh_of, random_tree
 
+from maxmars.distributed.sharding import like_params, with_shardings
 from maxmars.optim import (
     MatrixSpec,
+    mars,
     newton_schulz,
     on_whole_matrices,
     orthogonalization_groups,
     orthogonalize,
 )
 from maxmars.plan.collectives import collectives, total_bytes
+
+# The matrices of a GPT-2, their specs and meshes.
+AXES = ("data", "fsdp", "tensor")
+PARTITIONS = {
+    "c_attn": PartitionSpec(None, "fsdp", None, "tensor"),  # layers, embed, qkv, heads, head_dim
+    "attn_proj": PartitionSpec(None, "tensor", None, "fsdp"),  # layers, heads, head_dim, embed
+    "c_fc": PartitionSpec(None, "fsdp", "tensor"),  # layers, embed, mlp
+    "mlp_proj": PartitionSpec(None, "tensor", "fsdp"),  # layers, mlp, embed
+}
+SPLITS = {
+    "fused": {},
+    "qkv": {"c_attn": (2,)},
+    "heads": {"c_attn": (2, 3), "attn_proj": (1,)},
+}
+XL = {"layers": 48, "embed": 1600, "heads": 25}
+LARGE = {"layers": 36, "embed": 1280, "heads": 20}
+
+
+def shapes(layers, embed, heads):
+    return {
+        "c_attn": (layers, embed, 3, heads, embed // heads),
+        "attn_proj": (layers, heads, embed // heads, embed),
+        "c_fc": (layers, embed, 4 * embed),
+        "mlp_proj": (layers, 4 * embed, embed),
+    }
+
+
+def specs(split="fused", partitions=PARTITIONS):
+    axes = {
+        "c_attn": {"rows": (1,), "cols": (2, 3, 4)},
+        "attn_proj": {"rows": (1, 2), "cols": (3,)},
+        "c_fc": {"rows": (1,), "cols": (2,)},
+        "mlp_proj": {"rows": (1,), "cols": (2,)},
+    }
+    return {
+        name: MatrixSpec(
+            batch=(0,), **sides, partition=partitions[name], split=SPLITS[split].get(name, ())
+        )
+        for name, sides in axes.items()
+    }
+
+
+def shardings(mesh):
+    return {name: NamedSharding(mesh, partition) for name, partition in PARTITIONS.items()}
+
+
+def random_matrices(layers, embed=16, heads=4, dtype="float32"):
+    return random_tree(layers, shapes(layers, embed, heads), dtype=dtype)
+
+
+def abstract(size):
+    return {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes(**size).items()
+    }
 
 
 def compiled(updates, matrix_specs=None, **options):
@@ -82,7 +136,7 @@ def test_a_mesh_changes_nothing(x64, shape):
     """Stacks that the devices divide, prime ones, and ones smaller than the mesh."""
     cases = ((16, "fused"), (7, "qkv"), (3, "heads"))
     trees = [random_matrices(layers, dtype="float64") for layers, _ in cases]
-    mesh = make_mesh(shape)
+    mesh = mesh_of(*shape)
 
     def program(mesh, trees):
         return [
@@ -91,7 +145,7 @@ def test_a_mesh_changes_nothing(x64, shape):
         ]
 
     run = jax.jit(program, static_argnums=0)
-    layout = gpt2_matrices.shardings(mesh)
+    layout = shardings(mesh)
     results = run(mesh, [jax.device_put(tree, layout) for tree in trees])
     assert_close(results, run(None, trees), 1e-13)
     for result in results:
@@ -101,8 +155,16 @@ def test_a_mesh_changes_nothing(x64, shape):
 
 @pytest.mark.parametrize(("shape", "size"), [((1, 8, 1), XL), ((1, 4, 2), LARGE)])
 def test_traffic(shape, size, capfd):
-    mesh = make_mesh(shape)
-    groups, program = gpt2_matrices.compiled_update(mesh, size)
+    """Of a MARS-Shampoo update of a real GPT-2; nothing is allocated."""
+    mesh = mesh_of(*shape)
+    params = with_shardings(abstract(size), shardings(mesh))
+    tx = mars(1e-3, variant="shampoo", matrix_specs=specs(), mesh=mesh)
+    state = jax.eval_shape(tx.init, params)
+    state = with_shardings(state, like_params(state, params))
+    out = jax.tree.map(lambda x: x.sharding, (params, state))
+    update = jax.jit(tx.update, donate_argnums=(0, 1), out_shardings=out)
+    program = update.lower(params, state, params).compile()
+    groups = orthogonalization_groups(params, specs(), mesh=mesh)
     exchanged, counts, others = [], [], []
     for collective in collectives(program, mesh):
         if collective.op == "all-to-all":
@@ -122,9 +184,9 @@ def test_traffic(shape, size, capfd):
 def test_owners_among_copies(x64):
     # Four devices hold a copy of each piece. With `data` among the owners each iterates on a
     # quarter of the matrices only, and the results are gathered.
-    mesh = make_mesh((4, 2, 1))
+    mesh = mesh_of(4, 2, 1)
     local = random_matrices(6, dtype="float64")
-    updates = jax.device_put(local, gpt2_matrices.shardings(mesh))
+    updates = jax.device_put(local, shardings(mesh))
     over_data = {"mesh": mesh, "ownership_axes": ("fsdp", "data")}
     run = jax.jit(lambda u: orthogonalize(u, specs(), dtype="float64", **over_data))
     assert_close(run(updates), compiled(local, specs(), dtype="float64"), 1e-13)
@@ -144,7 +206,7 @@ def triangular(x):
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_function_of_whole_matrices(axis_type, x64):
-    mesh = make_mesh((1, 4, 2), axis_type)
+    mesh = jax.make_mesh((1, 4, 2), AXES, axis_types=(axis_type,) * 3)
     updates = random_matrices(3, dtype="float64") | {"bias": np.arange(16.0)}
     matrix_specs = specs("qkv") | {"bias": None}
     expected = on_whole_matrices(triangular, updates, matrix_specs)
@@ -153,7 +215,7 @@ def test_a_function_of_whole_matrices(axis_type, x64):
     np.testing.assert_allclose(ours, triangular(one[None])[0], atol=1e-12)
     np.testing.assert_array_equal(expected["bias"], updates["bias"])
 
-    layout = gpt2_matrices.shardings(mesh) | {"bias": NamedSharding(mesh, PartitionSpec())}
+    layout = shardings(mesh) | {"bias": NamedSharding(mesh, PartitionSpec())}
     sharded = jax.device_put(updates, layout)
     given = mesh if axis_type == AxisType.Auto else None  # types of Explicit axes know it
     with jax.set_mesh(mesh):
@@ -170,12 +232,6 @@ def test_a_function_of_whole_matrices(axis_type, x64):
 # --- the plan ------------------------------------------------------------------------------------
 
 
-def abstract(size):
-    return {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes(**size).items()
-    }
-
-
 @pytest.mark.parametrize(
     ("shape", "size", "padding"),
     [
@@ -186,7 +242,7 @@ def abstract(size):
     ],
 )
 def test_padding(shape, size, padding):
-    mesh = AbstractMesh(shape, gpt2_matrices.AXES)
+    mesh = AbstractMesh(shape, AXES)
     groups = orthogonalization_groups(abstract(size), specs(), mesh=mesh)
     elements = sum(group.elements for group in groups)
     assert sum(group.padded_elements for group in groups) <= padding * elements * (1 + 1e-9)
@@ -199,7 +255,7 @@ def test_padding(shape, size, padding):
 
 
 def test_equal_matrices_travel_together():
-    mesh = AbstractMesh((1, 16, 1), gpt2_matrices.AXES)
+    mesh = AbstractMesh((1, 16, 1), AXES)
     groups = orthogonalization_groups(abstract(XL), specs(), mesh=mesh)
     found = [
         (g.rows, g.cols, g.slots, g.owners, [stack.name for stack in g.stacks.values()])
@@ -214,7 +270,7 @@ def test_equal_matrices_travel_together():
 
 
 def test_an_embedding_is_a_group_of_its_own():
-    mesh = AbstractMesh((1, 64, 1), gpt2_matrices.AXES)
+    mesh = AbstractMesh((1, 64, 1), AXES)
     table = jax.ShapeDtypeStruct((50304, 1600), jnp.float32)
     embedding = MatrixSpec(rows=(0,), cols=(1,), partition=PartitionSpec(None, "fsdp"))
     params, matrix_specs = abstract(XL) | {"wte": table}, specs() | {"wte": embedding}
@@ -225,8 +281,8 @@ def test_an_embedding_is_a_group_of_its_own():
 
 
 def test_the_partition_of_arrays_that_carry_one():
-    mesh = make_mesh((1, 4, 2))
-    updates = jax.device_put(random_matrices(4), gpt2_matrices.shardings(mesh))
+    mesh = mesh_of(1, 4, 2)
+    updates = jax.device_put(random_matrices(4), shardings(mesh))
     bare = specs(partitions=dict.fromkeys(PARTITIONS))
     from_arrays = orthogonalization_groups(updates, bare, mesh=mesh)
     assert from_arrays == orthogonalization_groups(updates, specs(), mesh=mesh)
@@ -254,7 +310,7 @@ def cut_stacks(draw):
 def test_any_stack_on_any_mesh_comes_to_its_owners_and_back(stack, dtype):
     """Rows and columns turned round need the whole matrix, and every bit of it."""
     sizes, partition, shape = stack
-    mesh = make_mesh(sizes, AxisType.Auto)
+    mesh = mesh_of(*sizes)
     x = jnp.asarray(np.random.default_rng(0).integers(-128, 128, shape), dtype)
     spec = MatrixSpec(batch=(0,), rows=(1,), cols=(2,), partition=partition)
     sharding = NamedSharding(mesh, partition)

@@ -2,9 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gpt2_matrices import AXES, make_mesh
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from trees import put, random_tree, take_steps
+from trees import mesh_of, put, random_tree, take_steps
 
 from maxmars.optim import MatrixSpec, scale_by_soap, soap, soap_shardings
 
@@ -46,7 +45,7 @@ def run_on_mesh(mesh, steps=4):
 
 
 def test_a_mesh_changes_nothing(x64):
-    mesh = make_mesh((1, 4, 2))
+    mesh = mesh_of(1, 4, 2)
     expected, expected_state = run_on_mesh(None)
     params, state = run_on_mesh(mesh)
     for name, x in params.items():
@@ -89,7 +88,7 @@ def lone_leaf(name, mesh):
 def test_traffic(name, exchanges):
     # Two devices divide 8 layers, so owners keep the state: gradients come and updates go. They
     # do not divide 3, so the six arrays of the state come and go too.
-    grads, tx = lone_leaf(name, make_mesh((2, 2, 2)))
+    grads, tx = lone_leaf(name, mesh_of(2, 2, 2))
     update = jax.jit(tx.update)
     state = tx.init(grads)
     text = update.lower(grads, state).compile().as_text()
@@ -99,7 +98,8 @@ def test_traffic(name, exchanges):
 
 
 def test_shapes_are_enough():
-    mesh = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+    axes = ("data", "fsdp", "tensor")
+    mesh = AbstractMesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
     params = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in MESH_SHAPES.items()}
     tx = soap(0.1, matrix_specs=SPECS, mesh=mesh, max_precondition_dim=LIMIT)
     state = jax.eval_shape(tx.init, params)
