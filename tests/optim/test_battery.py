@@ -598,8 +598,8 @@ ON_MESHES = [name for name in CASES if name not in SIMILAR | {"soap"}]
 
 
 def count_in_place(tree, mesh):
-    """The number of leaves of parameters and of their states, each of which must lie like its
-    parameter; but an axis that a state sums over is not cut."""
+    """Check that each leaf of parameters and of their states lies like its parameter, and count
+    them; an axis over which a state sums is not cut."""
     count = 0
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         name = getattr(path[-1], "key", None)
@@ -636,7 +636,7 @@ def test_a_mesh_changes_nothing_and_gathers_no_matrix(x64, name, shape):
 
 @ask(*ON_MESHES)
 def test_on_explicit_axes_init_and_update_keep_the_types(case):
-    """Which have the shardings."""
+    """Types of arrays on Explicit axes contain their shardings."""
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         params = trees.put(trees.random_tree(0, SHAPES), mesh, PARTITIONS)

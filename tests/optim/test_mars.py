@@ -21,7 +21,7 @@ from maxmars.optim import (
 
 @pytest.mark.smoke
 def test_equations_with_schedules():
-    """And with the exact correction and AMSGrad; the others are in test_official.py."""
+    """Of the rate and γ, under the exact correction and AMSGrad; test_official.py has the rest."""
     params = random_tree(0)
     grads = [random_tree(i, scale=0.3 * i) for i in range(1, 9)]
     prev = [random_tree(100 + i, scale=0.3 * i) for i in range(1, 9)]
