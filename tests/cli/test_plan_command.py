@@ -12,7 +12,6 @@ CONFIG = """
     name="one-layer",
     num_microbatches=None,
     model=dataclasses.replace(MODEL, num_layers=1),
-    optimizer=MarsConfig(variant="shampoo"),
 """
 
 
@@ -26,6 +25,7 @@ def config_file(tmp_path, monkeypatch):
 
 @pytest.mark.seconds
 def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
+    write_config(tmp_path, f'{CONFIG} optimizer=MarsConfig(variant="shampoo")')
     output, hlo = tmp_path / "plan.json", tmp_path / "step.txt.gz"
     words = [config_file, "--topology", "cpu:8", "--mesh.fsdp", "8", "--max-memory", "1"]
     words += ["--model.remat=full", "--eval.batch-size", "None"]

@@ -55,6 +55,10 @@ def pod_of(jobset):
     return job, job["template"]["spec"], job["template"]["spec"]["containers"][0]
 
 
+def variables(container):
+    return {variable["name"]: variable["value"] for variable in container["env"]}
+
+
 def test_text_that_kubectl_would_take_for_something_else_is_quoted(capsys, tmp_path):
     """Its parser knows more numbers and truth values than PyYAML."""
     words = ["y", "N", "1e3", "0o17", "1.5e3"]
@@ -80,6 +84,7 @@ def test_a_tpu_slice(capsys):
     }
     assert container["resources"]["limits"] == {"google.com/tpu": 4}
     assert "[tpu,gcs]" in container["command"][2]
+    assert variables(container)["JAX_PLATFORMS"] == "tpu,cpu"  # no CPUs in the place of chips
     # 1, 2 and 78 fail the JobSet; 75, and nodes that go, restart it.
     (rule,) = job["podFailurePolicy"]["rules"]
     assert rule["action"] == "FailJob"
@@ -124,8 +129,9 @@ def test_gpus_of_two_nodes_need_a_patch_and_are_told_who_they_are(capsys, tmp_pa
         "/dev/shm",
         "/usr/local/gib",
     ]
-    values = {variable["name"]: variable["value"] for variable in container["env"]}
+    values = variables(container)
     assert (values["NCCL_NET"], values["PYTHONUNBUFFERED"]) == ("gIB", "0")
+    assert values["JAX_PLATFORMS"] == "cuda,cpu"
     assert "LD_LIBRARY_PATH" in values
     assert job["completions"] == 2
     assert container["resources"]["requests"] == {"nvidia.com/gpu": 8}
@@ -135,9 +141,10 @@ def test_gpus_of_two_nodes_need_a_patch_and_are_told_who_they_are(capsys, tmp_pa
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h200-141gb"}
 
 
-def test_options_that_change_the_pods(capsys):
+def test_options_that_change_the_pods(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     options = ["--claim", "tokens:/data", "b:/b", "--service-account", "ksa"]
-    options += ["--spot", "--no-install", "--image", "mine:1"]
+    options += ["--spot", "--no-install", "--image", "mine:1", "--env", "JAX_PLATFORMS"]
     jobset = manifest(capsys, *TPU, *options)
     assert jobset["metadata"]["labels"] == {"xpk.google.com/workload": "run1"}
     _, pod, container = pod_of(jobset)
@@ -151,6 +158,7 @@ def test_options_that_change_the_pods(capsys):
     spot = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
     assert pod["tolerations"] == [spot | {"effect": "NoSchedule"}]
     assert container["image"] == "mine:1"
+    assert "JAX_PLATFORMS" not in variables(container)  # the Secret has it
     script = container["command"][2]
     assert "[tpu,gcs]" not in script
     assert f"--no-index --no-deps --force-reinstall ./{wheel.NAME}" in script
@@ -162,7 +170,7 @@ def test_words_are_quoted_in_the_script(capsys, tmp_path):
     setup = tmp_path / "setup.sh"
     setup.write_text("true\n")
     _, _, container = pod_of(manifest(capsys, *TPU, "--setup", str(setup), "--", "--name", word))
-    values = {variable["name"]: variable["value"] for variable in container["env"]}
+    values = variables(container)
     # What Kubernetes makes of it: $$ is a dollar, and $(NAME) the value of a variable that is set.
     script = re.sub(
         r"\$\$|\$\(([^)]*)\)",
@@ -249,19 +257,6 @@ def test_a_claim_must_be_for_all_pods(cloud, capsys, modes, options, code):
     assert launch(*words) == code
     assert ("create" in (cloud / "calls").read_text()) == (code == 0)
     assert code == 0 or "disk" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("topology", "platforms"), [("v5p:4x4x4", "tpu,cpu"), ("h100:8", "cuda,cpu")]
-)
-def test_jax_may_not_take_cpus_in_place_of_chips(capsys, monkeypatch, topology, platforms):
-    def variables(*options):
-        _, _, container = pod_of(manifest(capsys, *START, "--topology", topology, *options))
-        return {variable["name"]: variable["value"] for variable in container["env"]}
-
-    assert variables()["JAX_PLATFORMS"] == platforms
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    assert "JAX_PLATFORMS" not in variables("--env", "JAX_PLATFORMS")  # the Secret has it
 
 
 @pytest.mark.seconds
