@@ -120,7 +120,7 @@ def test_hyperball_needs_a_start_that_is_not_zero():
 
 
 TINY = """
-    --seeds 2 --num-steps 2 --learning-rates 6e-3 --budget 1 --finalists 1
+    --seeds 1 --num-steps 2 --learning-rates 6e-3 --budget 1 --finalists 1
     --global-batch-size 16 --num-microbatches 2 --model.max-seq-len 16 --eval.num-windows 8
     --model.options.num-layers 1 --model.options.num-heads 2 --model.options.embed-dim 16
     --model.options.dtype float32

@@ -255,7 +255,7 @@ with standard_streams(keep_going=True):
     for step in range(3):
         print("step", step, flush=True)
         print("also", step, file=sys.stderr, flush=True)
-        time.sleep(0.1)
+        time.sleep(0.03)
     pathlib.Path(sys.argv[1]).touch()
 """
 
