@@ -22,20 +22,22 @@ CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=1e-3))
 LOSSES = {"a": (3.0, 3.1, 2.9), "b": (2.0, 2.2, 2.1), "c": (2.5, 2.8, 2.2)}
 
 
-def write(workdir, losses, num_seeds=3):
-    """A comparison with these losses of its contenders; one that is None is not finished."""
+def write(workdir, losses, num_seeds=3, *, with_curves=False):
+    """A comparison with these losses of its contenders; one that is None is not finished. Without
+    curves no figure is drawn."""
+    changes = {} if with_curves else {"curve": None}
     grid = make_grid(CONFIG, "learning_rate", (1e-3,))
     open_comparison(made_comparison(CONFIG, [grid], losses, num_seeds=num_seeds), workdir)
     for name, by_seed in losses.items():
         for seed, loss in enumerate(by_seed):
             if loss is not None:
-                write_row(made_up(name, seed, loss), workdir)
+                write_row(made_up(name, seed, loss, **changes), workdir)
 
 
 def made_up(name, seed, loss, **changes):
     """The result of a trial whose loss fell from 6 to this."""
     trial = Trial(contender=name, setting=(("learning_rate", 1e-3),), seed=seed)
-    return made_row(trial, loss, curve=made_curve(loss), step_time_s=0.1, **changes)
+    return made_row(trial, loss, **{"curve": made_curve(loss), "step_time_s": 0.1} | changes)
 
 
 def page_of(workdir):
@@ -61,7 +63,7 @@ def test_every_pair_is_tested_with_holms_method_over_all_pairs(tmp_path):
 
 
 def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
-    write(tmp_path, {"a": (3.0, 2.0, None), "b": (2.9, None, 5.0)})
+    write(tmp_path, {"a": (3.0, 2.0, None), "b": (2.9, None, 5.0)}, with_curves=True)
     a, b = (outcome.best for outcome in summarize(tmp_path).outcomes)
     assert a.speed_up is None
     gain = b.speed_up
@@ -74,21 +76,22 @@ def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
 
 
 def test_the_time_speed_up_counts_the_dearer_step(tmp_path, capsys):
-    write(tmp_path, {"a": (3.0,), "b": (2.0,), "c": (4.5,)}, num_seeds=1)
-    write_row(dataclasses.replace(made_up("b", 0, 2.0), step_time_s=0.2), tmp_path)
-    write_row(dataclasses.replace(made_up("c", 0, 4.5), step_time_s=0.07), tmp_path)
+    write(tmp_path, {"a": (3.0,), "b": (2.0,), "c": (4.5,)}, num_seeds=1, with_curves=True)
+    write_row(made_up("b", 0, 2.0, step_time_s=0.2), tmp_path)
+    write_row(made_up("c", 0, 4.5, step_time_s=0.07), tmp_path)
     cli.main(["report", str(tmp_path)])
     printed, page = capsys.readouterr().out, (tmp_path / "report.md").read_text()
     for name, tokens, seconds in (("a", "–", "–"), ("b", "1.33", "0.67"), ("c", "0.50", "0.71")):
         row, *_ = re.findall(rf"^{name} .*", printed, re.MULTILINE)
         assert row.replace("x", "").split()[-3:-1] == [tokens, seconds]
         assert re.search(rf"\| {name} .* \| {tokens} \| {seconds} \| 0 of 1 \|\n", page)
-    write_row(dataclasses.replace(made_up("a", 0, 3.0), step_time_s=None), tmp_path)
+    write_row(made_up("a", 0, 3.0, step_time_s=None), tmp_path)
     assert "| 1.33 | – |" in page_of(tmp_path)  # no step of the baseline was timed
 
 
 def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp_path):
-    write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (2.9, 3.0, None), "c": (2.8, 2.9, 3.4)})
+    losses = {"a": (3.0, 3.1, 2.9), "b": (2.9, 3.0, None), "c": (2.8, 2.9, 3.4)}
+    write(tmp_path, losses, with_curves=True)
     summary = summarize(tmp_path)
     assert {(pair.first, pair.second) for pair in summary.pairs} == {
         ("b", "a"),
@@ -101,7 +104,7 @@ def test_with_unequal_numbers_of_seeds_the_common_ones_decide_which_is_lower(tmp
 
 def test_what_diverged_so_far_has_not_diverged_at_every_setting(tmp_path):
     write(tmp_path, {"a": (3.0, 3.1, 2.9), "b": (None, None, None)})
-    write_row(made_up("b", 0, math.inf, diverged="rose by 0.6"), tmp_path)
+    write_row(made_up("b", 0, math.inf, diverged="rose by 0.6", curve=None), tmp_path)
     lower = "b diverged at every setting: give it lower rates."
     assert lower in page_of(tmp_path)  # at the one that there is
 
@@ -119,13 +122,13 @@ def test_trials_of_several_devices_are_told_apart(tmp_path):
     write(tmp_path, LOSSES)
     for name, kind in (("a", "H100"), ("b", "H200")):
         environment = {"num_devices": 1, "device_kinds": [kind], "jax": "0.11.0"}
-        write_row(made_up(name, 0, LOSSES[name][0], environment=environment), tmp_path)
+        row = made_up(name, 0, LOSSES[name][0], environment=environment, curve=None)
+        write_row(row, tmp_path)
     text = page_of(tmp_path)
     assert SEVERAL in text
     assert "1 x H100: a; 1 x H200: b." in text
 
 
-@pytest.mark.seconds
 def test_one_of_several_comparisons_that_is_unfinished_is_told_as_such(tmp_path, capsys):
     small, large = tmp_path / "small", tmp_path / "large"
     write(small, LOSSES)
