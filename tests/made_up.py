@@ -1,8 +1,10 @@
 """Results of trials that never ran, and rows that are not as a comparison wrote them."""
 
 import json
+from collections.abc import Callable
 
 from maxmars.compare.curves import Curve
+from maxmars.compare.search import next_trials
 from maxmars.compare.trials import Comparison, Contender, Row, Trial
 
 
@@ -28,6 +30,15 @@ def made_row(trial: Trial, loss: float, **changes) -> Row:
         "environment": {},
     }
     return Row(trial=trial, loss=loss, **fields | changes)
+
+
+def made_rows(comparison: Comparison, row_of: Callable[[Trial], Row]) -> dict[Trial, Row]:
+    """The rows of a comparison that runs one trial at a time, in their order."""
+    rows: dict[Trial, Row] = {}
+    while trials := next_trials(comparison, rows):
+        assert len(rows) < 200
+        rows[trials[0]] = row_of(trials[0])
+    return rows
 
 
 def made_curve(loss: float) -> Curve:

@@ -1,4 +1,5 @@
-"""One comparison of tiny models, made from the command line, which the tests of this room read."""
+"""One comparison of tiny models, run by the command line and with made-up rows, which the tests of
+this room read."""
 
 import contextlib
 import dataclasses
@@ -7,18 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from made_up import made_curve, made_row
+from made_up import made_curve, made_row, made_rows
 from tiny import short_config
 
 from maxmars import cli
 from maxmars.compare.grids import make_grid
 from maxmars.compare.run import find_start
-from maxmars.compare.search import next_trials
 from maxmars.compare.trials import (
     Comparison,
     Contender,
-    Row,
-    Trial,
     open_comparison,
     read_comparison,
     write_row,
@@ -104,18 +102,20 @@ def made_once(tmp_path_factory, compare_command) -> Path:
         config = dataclasses.replace(given.contenders[name], num_steps=4)
         grid = make_grid(config, "learning_rate", rates["learning_rate"])
         contenders.append(Contender(name=name, config=config, grids=(grid,)))
-    shared = {"baseline": "adamw", "seeds": (0, 1), "budget": 2, "finalists": 1}
-    comparison = Comparison(contenders=tuple(contenders), **shared)
-    folder = tmp_path_factory.mktemp("made")
-    open_comparison(comparison, folder)
+    options = {"baseline": "adamw", "seeds": (0, 1), "budget": 2, "finalists": 1}
+    comparison = Comparison(contenders=tuple(contenders), **options)
     starts = [find_start(dataclasses.replace(config, seed=seed)) for seed in (0, 1)]
-    rows: dict[Trial, Row] = {}
-    while trials := next_trials(comparison, rows):
-        rate, (weights, tokens) = dict(trials[0].setting)["learning_rate"], starts[trials[0].seed]
+
+    def row_of(trial):
+        ((_, rate),) = trial.setting
+        weights, tokens = starts[trial.seed]
         loss = math.inf if rate > 1 else 5 - 100 * rate
         own = {"curve": made_curve(loss), "final_state": "1" * 64}
-        row = made_row(trials[0], loss, initial_weights=weights, tokens=tokens, **own)
-        rows[trials[0]] = row
+        return made_row(trial, loss, initial_weights=weights, tokens=tokens, **own)
+
+    folder = tmp_path_factory.mktemp("made")
+    open_comparison(comparison, folder)
+    for row in made_rows(comparison, row_of).values():
         write_row(row, folder)
     return folder
 

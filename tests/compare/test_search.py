@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from made_up import made_comparison, made_row
+from made_up import made_comparison, made_row, made_rows
 from refusals import refused
 from tiny import tiny_config
 
@@ -22,11 +22,8 @@ def comparison(fields=("learning_rate",), *, names=("a",), budget=8, **changes):
 
 
 def run(compared, loss):
-    """The trials that are asked for, one at a time as a comparison runs them, and all results."""
-    results = {}
-    while trials := next_trials(compared, results):
-        assert len(results) < 200
-        results[trials[0]] = made_row(trials[0], loss(trials[0]))
+    """The trials that are asked for, in their order, and all results."""
+    results = made_rows(compared, lambda trial: made_row(trial, loss(trial)))
     return list(results), results
 
 

@@ -76,8 +76,6 @@ def test_operation_bytes_and_axes(op):
 
 def test_combined_collectives_sum_their_parts():
     mesh = mesh_222()
-    compiled = compile_on(mesh, lambda x: (jax.lax.psum((x, x[:4] + 1, x[0]), "data"))[0])
-    assert total_bytes(collectives(compiled, mesh), op="all-reduce") <= LOCAL * 1.6
     compiled = compile_on(mesh, lambda x: jnp.concatenate(jax.lax.psum((x, x[:4] + 1), "data")))
     assert total_bytes(collectives(compiled, mesh), op="all-reduce") == LOCAL * 1.5
 
