@@ -43,7 +43,7 @@ class AuditArguments(CheckedConfig):
 def run(argv: list[str]) -> int:
     """Run `maxmars audit`; the exit code is 1 if the run is broken, else 0."""
     arguments = parse_options(AuditArguments, argv, prog="maxmars audit")
-    if arguments.output is not None and (problem := why_no_output(arguments.output)):
+    if problem := why_no_output(arguments.output):
         raise UsageError(problem)
     from maxmars.distributed.files import write_json
     from maxmars.distributed.progress import Progress

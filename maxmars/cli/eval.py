@@ -152,9 +152,7 @@ def run(argv: list[str]) -> int:
     open_port = processes.initialize(*cluster)
     processes.check_accelerators()
     # Only now, as all processes must agree to stop.
-    if (output := arguments.output) is not None and (
-        problem := processes.text_from_primary(lambda: why_no_output(output))
-    ):
+    if problem := processes.text_from_primary(lambda: why_no_output(arguments.output)):
         raise UsageError(problem)
     mesh = sharding.make_mesh(arguments.mesh)
     processes.warn_once(open_port)

@@ -79,9 +79,11 @@ def standard_streams(*, keep_going: bool) -> Generator[None]:
         yield
 
 
-def why_no_output(output: Path) -> str | None:
+def why_no_output(output: Path | None) -> str | None:
     """The reason why the file of `--output` cannot be written, to know it before all the work; None
-    if it can."""
+    if it can, or there is none."""
+    if output is None:
+        return None
     # Imported here: an installation for maxmars.optim alone lacks what these modules import.
     from maxmars.config.errors import in_words
     from maxmars.distributed.files import check_writable, resolve

@@ -88,7 +88,7 @@ def run(argv: list[str]) -> int:
         raise UsageError(
             "--hlo writes one program; name its policy with --model.remat, not --remat."
         )
-    if arguments.output is not None and (problem := why_no_output(arguments.output)):
+    if problem := why_no_output(arguments.output):
         raise UsageError(problem)
     _choose_devices(arguments.topology)
     # Compilers log pages about a program that does not fit in memory.

@@ -176,6 +176,7 @@ class Shape:
             )
 
 
+@functools.cache
 def slice_sizes(kind: str) -> list[tuple[int, ...]]:
     """Slices of a kind of TPU, as chips along each axis.
 
@@ -187,12 +188,8 @@ def slice_sizes(kind: str) -> list[tuple[int, ...]]:
     if chip.topology_axes == 2:
         return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
     small = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
-    return [*small, *(sizes for sizes in _cubes() if math.prod(sizes) <= chip.most_chips)]
-
-
-@functools.cache
-def _cubes() -> list[tuple[int, ...]]:
-    return list(itertools.combinations_with_replacement(range(4, 257, 4), 3))
+    cubes = itertools.combinations_with_replacement(range(4, 257, 4), 3)
+    return [*small, *(sizes for sizes in cubes if math.prod(sizes) <= chip.most_chips)]
 
 
 def _slice_of_type(kind: str, size: int) -> Shape | None:

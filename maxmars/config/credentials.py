@@ -53,7 +53,10 @@ def refuse_credentials(value: Any, name: str) -> None:
     Raises:
       UsageError: the value is or holds a credential. The message has the name and not the value.
     """
-    if value and not isinstance(value, bool) and _is_credential(name):
+    # The last part of `data.options.db_password` or `--api-key`; apiKey and api-key are api_key.
+    leaf = name.rpartition(".")[2].lstrip("-")
+    leaf = re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", leaf).lower()
+    if value and not isinstance(value, bool) and _NAME.fullmatch(leaf):
         raise UsageError(_refusal(name, "is named as credentials are"))
     if dataclasses.is_dataclass(value):
         value = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
@@ -72,13 +75,6 @@ def refuse_credentials(value: Any, name: str) -> None:
         for what, pattern in _TEXTS.items():
             if (match := pattern.search(value)) is not None:
                 raise UsageError(_refusal(name, f"looks like {what.format(*match.groups())}"))
-
-
-def _is_credential(name: str) -> bool:
-    """Whether a name is that of a credential, such as `data.options.db_password` or `--api-key`."""
-    leaf = name.rpartition(".")[2].lstrip("-")
-    # apiKey and api-key are api_key.
-    return bool(_NAME.fullmatch(re.sub(r"(?<=[a-z])(?=[A-Z])|-", "_", leaf).lower()))
 
 
 def _refusal(name: str, why: str) -> str:

@@ -151,8 +151,7 @@ class SlurmOptions(RunOptions, SlurmName):
         for option in ("mem", "time", "partition", "account", "qos", "constraint"):
             value = getattr(self, option)
             if value is not None:
-                word = "one word, such as SLURM takes there"
-                check_word(value, f"--{option}", _WORD, word)
+                check_word(value, f"--{option}", _WORD, "one word, such as SLURM takes there")
         for option in self.sbatch:
             check_word(option, "--sbatch", f"--{_WORD}", "--gres=gpu:8, one option of sbatch")
             if option.startswith("--array"):
