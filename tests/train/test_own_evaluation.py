@@ -94,28 +94,36 @@ def scores(workdir):
 
 
 @pytest.mark.seconds
-def test_its_numbers_are_those_of_eval_and_another_function_may_be_added(folder, capsys):
+def test_its_numbers_are_those_of_eval_and_it_may_be_changed_or_added_to(folder, capsys):
+    train("run", "--num-steps", "2")
+    changed = MINE.replace('"length": ', '"tokens": 2 * ')
+    (folder / "mine.py").write_text(changed)
     train("run", "--log.tensorboard", "True")
     before = scores(folder / "run")
     assert [step for step, key in before if key == "eval/rhyme/entropy"] == [0, 2, 4, 6]
-    assert before[6, "eval/rhyme/length"] == 5
     assert 0 < before[6, "eval/rhyme/entropy"] < math.log(257)
+    lengths = {key[0]: before[key] for key in before if key[1] == "eval/rhyme/length"}
+    assert lengths == {0: 5, 2: 5}
+    assert before[6, "eval/rhyme/tokens"] == 10
+    assert "2 * " in (folder / "run" / "sources" / "eval" / "mine.py").read_text()
+    began = map(json.loads, (folder / "run" / "journal.jsonl").read_text().splitlines())
+    digests = [b["config"]["eval"]["own"][0]["sha256"] for b in began if b["kind"] == "began"]
+    assert len(set(digests)) == 2
     printed = capsys.readouterr().out
     assert "  rhyme      entropy " in printed.partition("done: 6 steps")[2]
     summary = json.loads((folder / "run" / "summary.json").read_text())
     assert summary["eval/rhyme/entropy"] == before[6, "eval/rhyme/entropy"]
 
     def report(*words):
-        main(
-            ["eval", "run", "--tasks", "own", *words, "--num-processes", "1", "--output", "s.json"]
-        )
-        return json.loads((folder / "s.json").read_text())
+        words = [*words, "--output", "scores.json", "--num-processes", "1"]
+        main(["eval", "run", "--tasks", "own", *words])
+        return json.loads((folder / "scores.json").read_text())
 
     (folder / "mine.py").write_text("raise NotImplementedError")  # the run keeps it
     entropy = report()["own"]["rhyme"]["entropy"]
     assert entropy == pytest.approx(before[6, "eval/rhyme/entropy"], rel=1e-5)
     main(["audit", "run", "--replay", "2"])  # which makes no evaluation
-    (folder / "mine.py").write_text(MINE)
+    (folder / "mine.py").write_text(changed)
     other = report("--own", "mine.py:spoken", "--against", "run/checkpoints/4")
     assert other["own"]["spoken"] == {"letters": 2, "none": "NaN", "in $": 1}
     assert other["difference"]["own"]["spoken"]["letters"] == 0
@@ -123,8 +131,8 @@ def test_its_numbers_are_those_of_eval_and_another_function_may_be_added(folder,
     train("run", "--eval.own", "mine.py:rhyme", "mine.py:spoken")
     spoken = {(6, f"eval/spoken/{n}"): v for n, v in other["own"]["spoken"].items()}
     assert scores(folder / "run") == before | spoken
-    changed = MINE.replace('"letters"', '"texts"').replace("def spoken", "def said")
-    (folder / "mine.py").write_text(changed)
+    renamed = changed.replace('"letters"', '"texts"').replace("def spoken", "def said")
+    (folder / "mine.py").write_text(renamed)
     train("run", "--eval.own", "mine.py:said")
     said = {(6, "eval/said/texts"): 2, (6, "eval/said/none"): "NaN", (6, "eval/said/in $"): 1}
     assert scores(folder / "run") == before | spoken | said
@@ -132,22 +140,6 @@ def test_its_numbers_are_those_of_eval_and_another_function_may_be_added(folder,
     main(["report", "run"])
     assert "said/texts" in (folder / "run" / "report" / "curves.csv").read_text()
     assert report()["own"].keys() == {"said"}
-
-
-@pytest.mark.seconds
-def test_a_changed_function_goes_on_and_is_recorded(folder):
-    train("run", "--num-steps", "2")
-    (folder / "mine.py").write_text(MINE.replace('"length": ', '"tokens": 2 * '))
-    train("run", "--num-steps", "4")
-    scored = scores(folder / "run")
-    assert (2, "eval/rhyme/length") in scored
-    assert (2, "eval/rhyme/tokens") not in scored
-    assert scored[4, "eval/rhyme/tokens"] == 10
-    assert "2 * " in (folder / "run" / "sources" / "eval" / "mine.py").read_text()
-    began = map(json.loads, (folder / "run" / "journal.jsonl").read_text().splitlines())
-    digests = [b["config"]["eval"]["own"][0]["sha256"] for b in began if b["kind"] == "began"]
-    assert len(set(digests)) == 2
-    main(["audit", "run"])
 
 
 @pytest.mark.seconds

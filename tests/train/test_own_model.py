@@ -177,6 +177,7 @@ def test_transformers_computes_the_same_logits(exported, trained):
     np.testing.assert_allclose(logits, trained.model(tokens)[..., :257], atol=1e-4)
 
 
+@pytest.mark.seconds
 def test_export_refuses_a_module_that_does_not_say_it(run_of_the_page, tmp_path):
     where = run_of_the_page / "checkpoints" / "40"
     with refused(ValueError, where, "my_model.py:make", "GPT-2"):
@@ -226,10 +227,7 @@ def test_the_model_of_the_page_generates_the_same_with_its_cache_and_without(
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
     main(["generate", str(run_of_the_page), *words, "--max-new-tokens", "30", "--temperature", "0"])
     printed, cached = capsys.readouterr().out, generated("cached", "")
-    assert [prompt + text in printed for prompt, text in zip(prompts, cached, strict=True)] == [
-        True,
-        True,
-    ]
+    assert all(prompt + text in printed for prompt, text in zip(prompts, cached, strict=True))
     assert cached == generated("whole_rows", "\ndel Convolutions.prefill, Convolutions.decode\n")
     with refused(ZeroDivisionError):
         generated("broken", "\nConvolutions.decode = lambda *arguments: 1 / 0\n")
