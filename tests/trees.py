@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxmars.config import MeshConfig
 from maxmars.distributed.sharding import make_mesh
@@ -50,10 +50,16 @@ class Steps:
     state: object
 
 
-def take_steps(tx, params, gradients, *, state=None, extra=None) -> Steps:
-    """One step for each gradient, from a state or from the first; `extra` has further arguments
-    of `update` for each step."""
-    state, update = tx.init(params) if state is None else state, jax.jit(tx.update)
+def take_steps(tx, params, gradients, *, extra=None) -> Steps:
+    """One step for each gradient; `extra` has further arguments of `update` for each step."""
+    state, update = tx.init(params), jax.jit(tx.update)
+    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
+    if isinstance(place, NamedSharding):  # else the second step would be compiled anew
+        everywhere = NamedSharding(place.mesh, PartitionSpec())
+        state = jax.tree.map(
+            lambda x: x if isinstance(x.sharding, NamedSharding) else jax.device_put(x, everywhere),
+            state,
+        )
     steps = Steps([], [], state)
     for i, grads in enumerate(gradients):
         arguments = {} if extra is None else {name: each[i] for name, each in extra.items()}
@@ -61,8 +67,7 @@ def take_steps(tx, params, gradients, *, state=None, extra=None) -> Steps:
         params = optax.apply_updates(params, updates)
         steps.updates.append(updates)
         steps.params.append(params)
-    # On a mesh the first state may lie elsewhere than later ones.
-    assert update._cache_size() <= 2
+    assert update._cache_size() <= 2  # the first one may be of NumPy's arrays
     return Steps(steps.updates, steps.params, state)
 
 
