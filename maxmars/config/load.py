@@ -236,7 +236,7 @@ def _value_of_choice(name: str, word: str, values: Mapping[str, Any] | None) -> 
 def _parse_user_function(name: str, word: str) -> Source | None:
     """The function of the user's own that the word of a choice names; None if it names none."""
     try:
-        # For the choice `optimizer` this is the only field that may name an installed package.
+        # For the choice `optimizer` this is optimizer.make, which alone may name a package.
         source = Source.parse(word, field=f"{name}.make")
     except ValueError:
         return None
