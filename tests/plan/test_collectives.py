@@ -298,7 +298,7 @@ def test_asynchronous_pairs_count_once():
 
 
 # The habits of libtpu: tiled layouts, no trip counts, limits that an outer loop hands on, a
-# gather that four fusions repeat, a reduce-scatter that is an all-reduce in a fusion.
+# gather that two fusions repeat, a reduce-scatter that is an all-reduce in a fusion.
 TPU = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 FileNames
@@ -314,11 +314,6 @@ FileNames
   %p0 = bf16[1,16]{1,0:T(8,128)(2,1)S(1)} parameter(0)
   %gather.1 = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%p0), channel_id=5, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0}, frontend_attributes={chain_id="0"}, metadata={op_name="jit(step)/model/while/body/x"}
   ROOT %cc = (bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, bf16[8,16]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) custom-call(%gather.1), custom_call_target="AsyncCollectiveStart"
-}
-
-%middle (p0.1: bf16[1,16]) -> bf16[8,16] {
-  %p0.1 = bf16[1,16]{1,0:T(8,128)(2,1)S(1)} parameter(0)
-  ROOT %gather.2 = bf16[8,16]{1,0:T(8,128)(2,1)} all-gather(%p0.1), channel_id=5, replica_groups=mesh['axis_0'=8] {'axis_0'}, dimensions={0}, frontend_attributes={chain_id="0"}
 }
 
 %done (p0.2: bf16[1,16]) -> bf16[8,16] {
@@ -349,7 +344,6 @@ FileNames
   %stride = s32[]{:T(128)} get-tuple-element(%state), index=4
   %next = s32[]{:T(128)} fusion(%stride, %i), kind=kLoop, calls=%plus
   %f.1 = (bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, bf16[8,16]{1,0:T(8,128)(2,1)S(1)}, u32[]{:S(2)}) fusion(%shard), kind=kCustom, calls=%start
-  %f.2 = bf16[8,16]{1,0:T(8,128)(2,1)} fusion(%shard), kind=kOutput, calls=%middle
   %f.3 = bf16[8,16]{1,0:T(8,128)(2,1)} fusion(%shard), kind=kCustom, calls=%done
   %f.4 = f32[4,16]{1,0:T(8,128)} fusion(%g), kind=kCustom, calls=%all-reduce-scatter.7.clone, metadata={op_name="jit(step)/clip/reduce_sum"}
   ROOT %out = (s32[]{:T(128)}, s32[]{:T(128)}, bf16[1,16]{1,0:T(8,128)(2,1)S(1)}, f32[8,16]{1,0:T(8,128)}, s32[]{:T(128)}) tuple(%next, %limit, %shard, %g, %stride)
