@@ -4,12 +4,12 @@ On a CPU Pallas's interpreter runs it. It fills what a block reads beyond an arr
 """
 
 import functools
-import importlib.util
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_chips import for_tpus
 from attention_results import assert_close, random_segments, result_and_gradients
 from jax.sharding import PartitionSpec
 from tiny import random_params, tiny_config
@@ -117,11 +117,7 @@ def test_a_layer_of_gpt2_is_the_same_by_either_form():
 # --- compiled for TPUs that are not there --------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("uncached")
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
-)
+@for_tpus
 @pytest.mark.parametrize(
     ("name", "heads", "head_dim", "dtype"),
     [

@@ -1,7 +1,6 @@
 """Models of the user's own: trained, continued, evaluated, planned, and refused in one line."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from absent_chips import for_tpus
 from flax import nnx
 from hellaswag_questions import write_questions_file
 from markdown_pages import blocks_of
@@ -288,11 +288,7 @@ def test_a_plan_of_it(tmp_path):
     assert plan.flops.model == Parameters(OWN).flops_per_token * config.tokens_per_step
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("uncached")
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu (extra `tpu`) is not installed"
-)
+@for_tpus
 def test_a_plan_for_a_tpu(tmp_path):
     config = own_config(tmp_path, mesh=MeshConfig(data=1, fsdp=16), optimizer=SHAMPOO)
     plan = make_plan(config, get_topology("v5e:4x4"))
