@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,6 @@ from running import (
 from tiny import audited, six_steps
 
 from maxmars.checkpoint import list_steps, read
-from maxmars.checkpoint.journal import line_of
 from maxmars.checkpoint.lock import acquire
 from maxmars.cli import main
 from maxmars.config import MuonConfig
@@ -153,18 +153,16 @@ class KillBeforeRename:
 @pytest.mark.slow
 def test_killed_at_every_moment_it_is_done_by_the_same_command(run, tmp_path):
     (run / "wandb.json").write_text("{}")
-    ends, kill, moments = set(), KillBeforeRename(), 0
-    for number in range(9):
-        copy = tmp_path / str(number) / "run"
-        shutil.copytree(run, copy)
-        shutil.copytree(run.parent / "tokens", copy.parent / "tokens")
+    ends, kill, killed = [], KillBeforeRename(), True
+    while killed:
+        number = len(ends)
+        copy = shutil.copytree(run.parent, tmp_path / str(number)) / "run"
         kill.left = number
         try:
             rewound(copy, 2, skip_examples=5)
+            killed = False
         except Killed:
-            moments += 1
-            straight = copy.parent / "straight"
-            shutil.copytree(copy, straight)
+            straight = Path(shutil.copytree(copy, copy.parent / "straight"))
             assert audited(straight).problems == []
             newest = list_steps(straight / "checkpoints")[-1]
             go_on(straight)  # from the newest that is left, or as rewound
@@ -174,10 +172,10 @@ def test_killed_at_every_moment_it_is_done_by_the_same_command(run, tmp_path):
         kill.left = None
         go_on(copy)
         assert audited(copy).problems == []
-        assert {path.name for path in copy.iterdir()} >= {"wandb.json.rewound"}
-        ends.add((position(copy, 6), read(copy / "checkpoints").digest))
-    assert moments == 4  # the id of W&B, the journal, two checkpoints
-    assert len(ends) == 1
+        assert (copy / "wandb.json.rewound").exists()
+        ends.append((position(copy, 6), read(copy / "checkpoints").digest))
+    assert len(ends) == 1 + 4  # the id of W&B, the journal, two checkpoints
+    assert len(set(ends)) == 1
 
 
 def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
@@ -261,16 +259,17 @@ def test_the_moments_of_mars_are_carried_over_bit_by_bit(variant, change):
             assert jax.tree.all(jax.tree.map(np.array_equal, before, arrays))
 
 
-@pytest.mark.parametrize("lie", ["position", "skip_examples", "digest", "step"])
-def test_a_lie_about_a_rewind_is_found(lie, run):
+def test_a_lie_about_a_rewind_is_found(run):
     rewound(run, 2, skip_examples=5)
     go_on(run, 4)
     path = run / "journal.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    told = next(line for line in lines if line["kind"] == "rewound")
-    told[lie] = "0" * 64 if lie == "digest" else told[lie] + 2
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert audited(run).problems
+    written = path.read_text()
+    for name in ("position", "skip_examples", "digest", "step"):
+        lines = [json.loads(line) for line in written.splitlines()]
+        told = next(line for line in lines if line["kind"] == "rewound")
+        told[name] = "0" * 64 if name == "digest" else told[name] + 2
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        assert audited(run, compare_arrays=False).problems, name
 
 
 def test_rewinds_that_make_no_sense(tmp_path, run):
@@ -278,8 +277,12 @@ def test_rewinds_that_make_no_sense(tmp_path, run):
     for file in (run / "checkpoints" / "4" / "state").rglob("*"):
         if file.is_file():
             file.write_bytes(file.read_bytes()[::-1])
-    before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
-    del before[run / "checkpoints"]
+
+    def times():
+        paths = [path for path in run.rglob("*") if path.name not in (".lock", "checkpoints")]
+        return {path: path.stat().st_mtime_ns for path in paths}
+
+    before = times()
     for words, named in (
         ([run, "--to", "3"], ["step 3", "2, 4, 6"]),
         ([run, "--to", "0"], ["step 0"]),
@@ -293,49 +296,34 @@ def test_rewinds_that_make_no_sense(tmp_path, run):
     with refused(ValueError, run / "checkpoints"):
         rewound(run, 2)
     lock.release()
-    after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != ".lock"}
-    del after[run / "checkpoints"]
-    assert after == before
+    assert times() == before
 
 
 def test_a_session_with_a_field_of_another_version_is_refused_in_a_line(run):
     path = run / "journal.jsonl"
-    began, *others = map(json.loads, path.read_text().splitlines())
-
-    def write(order):
-        lines, above = [], None
-        for line in ({**began, "order": order}, *others):
-            lines.append({**line, "before": above and line_of(above).hash})
-            above = lines[-1]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-    write({"skip_examples": 5})
+    began, *others = path.read_text().splitlines()
+    told = json.loads(began) | {"order": {"skip_examples": 5}}
+    path.write_text("\n".join([json.dumps(told), *others, ""]))
     for call in (lambda: go_on(run, 8), lambda: audited(run), lambda: rewound(run, 2)):
         with refused(ValueError, path, "step 0", "order", "--init-from"):
             call()
-    write(None)
-    go_on(run, 8)
-    assert position(run, 8) == 8 * BATCH
 
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
+def test_two_processes_are_killed_after_a_rewind_and_go_on(run):
     """Bit by bit as one process that was left alone: back, past examples, with a new optimizer and
     a guard of gradient norms, which skips steps."""
-    config = "num_microbatches=1, checkpoint=CheckpointConfig(every=2, keep_last=99), optimizer="
-    write_config(tmp_path, f"{config}ADAMW")
-    alone, two = tmp_path / "alone", tmp_path / "two"
-    assert finish(start(tmp_path, "alone"))[0] == 0
-    shutil.copytree(alone, two)
-    write_config(tmp_path, f"{config}LionConfig()")
-    for run in (alone, two):
-        main(["rewind", str(run), "--to=2", "--skip-examples=5", "--new-optimizer-state"])
-    until = "--num-steps 60 --checkpoint.every 10 --resume-overrides guard,optimizer"
+    main(["rewind", str(run), "--to=2", "--skip-examples=5", "--new-optimizer-state"])
+    folder = run.parent
+    alone, two = run, shutil.copytree(run, folder / "two")
+    config = "eval=EvalConfig(every=3, num_windows=16, batch_size=16), optimizer=LionConfig()"
+    write_config(folder, f"{config}, checkpoint=CheckpointConfig(every=10)", make="short_config")
+    until = "--num-steps 60 --resume-overrides guard,optimizer"
     guard = "--guard.grad-norm-spike-threshold 1 --guard.history 3 --guard.max-consecutive-skips 50"
     words = [*until.split(), *guard.split()]
 
-    killed = start_two(tmp_path, "two", *words)
+    killed = start_two(folder, "two", *words)
     try:
         wait_until(lambda: (30, "train/loss") in records(two), killed[0])
     finally:
@@ -344,8 +332,8 @@ def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
     for process in killed:
         finish(process)
     assert not (two / "checkpoints" / "60").exists()
-    finish_well(start_two(tmp_path, "two", *words))
-    finish_well([start(tmp_path, "alone", *words)])
+    finish_well(start_two(folder, "two", *words))
+    finish_well([start(folder, alone, *words)])
     ends = [read(run / "checkpoints") for run in (two, alone)]
     assert ends[0].step == 60
     assert ends[0].digest == ends[1].digest
@@ -355,9 +343,8 @@ def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
     assert max(skipped.values()) > 0
     assert {"4.rewound", "6.rewound"} <= names(two)
 
-    replay = str(60 - list_steps(two / "checkpoints")[-2])
-    words = ["-m", "maxmars", "audit", two, "--replay", replay]
-    (output,) = finish_well([start_python(tmp_path, *words, devices=2)])
+    words = ["-m", "maxmars", "audit", two, "--replay", 10]
+    (output,) = finish_well([start_python(folder, *words, devices=2)])
     for told in (
         "to step 2 from step 6",
         "32 to 37",
@@ -365,39 +352,3 @@ def test_two_processes_are_killed_after_a_rewind_and_go_on(tmp_path):
         "the same digest",
     ):
         assert told in output
-    journal = (two / "journal.jsonl").read_text()
-    lines = [json.loads(line) for line in journal.splitlines()]
-    for lie in (
-        {"step": 4},
-        {"skip_examples": 6},
-        {"new_optimizer_state": False},
-        {"config": {"optimizer": {"learning_rate": 1.0}}},
-        {"config": {"guard": {"grad_norm_spike_threshold": 2.0}}},
-    ):
-        kind = "began" if "config" in lie else "rewound"
-        last = max(i for i, line in enumerate(lines) if line["kind"] == kind)
-        told = [*lines[:last], merged(lines[last], lie), *lines[last + 1 :]]
-        (two / "journal.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
-        assert audited(two, compare_arrays=False).problems, lie
-    (two / "journal.jsonl").write_text(journal)
-    for key in ("train/skipped", "train/grad_norm"):
-        metrics = (two / "metrics.jsonl").read_text()
-        rows = [json.loads(row) for row in metrics.splitlines()]
-        row = next(row for row in rows if row.get("train/skipped"))
-        row[key] += 1
-        (two / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        found = audited(two, compare_arrays=False)
-        assert found.problems == []
-        assert "changed since step" in found.metrics, key
-        (two / "metrics.jsonl").write_text(metrics)
-    (two / "journal.jsonl").write_text("\n".join(journal.splitlines()[1:]))
-    with stopped(1):
-        main(["audit", str(two)])
-
-
-def merged(line, lie):
-    """The line with the fields of the lie, which may be groups."""
-    return line | {
-        name: merged(line[name], value) if isinstance(value, dict) else value
-        for name, value in lie.items()
-    }

@@ -6,17 +6,21 @@ They read where the server is at their first use: hence processes of their own.
 import html
 import importlib.util
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import fake_gcs
 import pytest
-from xla_flags import xla_flags
+from running import (
+    finish,
+    finish_well,
+    free_port,
+    run_python,
+    start_python,
+    wait_until,
+    write_config,
+)
 
 pytestmark = [
     pytest.mark.skipif(
@@ -62,18 +66,9 @@ print(json.dumps([local == remote, list_steps(f"{bucket}/checkpoints"), model.na
 """
 
 CONFIG = """
-import pathlib, sys
-sys.path.insert(0, {tests!r})
-from maxmars.config import CheckpointConfig, MeshConfig, ScheduleConfig
-from tiny import short_config
-
-def get_config():
-    return short_config(
-        pathlib.Path({tokens!r}),
-        mesh=MeshConfig(data=2),
-        schedule=ScheduleConfig(warmup_steps=0, decay_steps=1000),
-        checkpoint=CheckpointConfig(every=5),
-    )
+    mesh=MeshConfig(data=2),
+    schedule=ScheduleConfig(warmup_steps=0, decay_steps=1000),
+    checkpoint=CheckpointConfig(every=5),
 """
 
 
@@ -86,14 +81,7 @@ def records(text):
 
 def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
     with fake_gcs.serve() as server:
-        done = subprocess.run(
-            [sys.executable, "-c", RUNS, str(tmp_path), TESTS],
-            env=server.environment,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
-    assert done.returncode == 0, done.stderr
+        done = run_python("-c", RUNS, tmp_path, TESTS, environment=server.environment)
     assert "continuing from step 2" in done.stdout
     assert "steps 4 to 4, computed again: the same digest" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1]) == [True, [1, 2, 3, 4], "tiny, step 3", 384]
@@ -118,57 +106,27 @@ def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
     assert server.text("runs/tiny/logs/host_000.log").count("done: ") == 2
 
 
-class Runs:
-    """Processes of `maxmars train` in a bucket, each with two devices or its share of them."""
-
-    def __init__(self, folder, environment):
-        self.config, self.environment = folder / "config.py", environment
-        self.config.write_text(CONFIG.format(tests=TESTS, tokens=str(folder / "tokens")))
-
-    def start(self, workdir, *arguments, devices=2):
-        command = ["train", str(self.config), "--workdir", str(workdir), *arguments]
-        return subprocess.Popen(
-            [sys.executable, "-m", "maxmars", *command],
-            env=self.environment | {"XLA_FLAGS": xla_flags(devices), "PYTHONUNBUFFERED": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-
-def finish(process):
-    try:
-        output, _ = process.communicate(timeout=200)
-    finally:
-        process.kill()
-    return process.returncode, output
-
-
-def wait_until(condition, process):
-    deadline = time.monotonic() + 200
-    while not condition():
-        assert time.monotonic() < deadline
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-
-
 @pytest.mark.multiprocess
 def test_taken_over_killed_and_continued(tmp_path):
-    from maxmars.checkpoint import read
-
     committed = re.compile(r"run/checkpoints/(\d+)/commit_success.txt")
+
+    def start_run(workdir, *arguments, devices=2):
+        command = ["-m", "maxmars", "train", tmp_path / "config.py", "--workdir", workdir]
+        words = [*command, *arguments]
+        return start_python(tmp_path, *words, devices=devices, variables=server.variables)
 
     def committed_steps():
         return [int(m[1]) for m in map(committed.fullmatch, [*server.objects]) if m]
 
     with fake_gcs.serve() as server:
-        runs, workdir = Runs(tmp_path, server.environment), "gs://bucket/run"
+        write_config(tmp_path, CONFIG, make="short_config")
+        workdir = "gs://bucket/run"
         # A second between saves, where real runs have minutes.
         rarely = ["--num-steps", "100000", "--checkpoint.every-minutes", "0.02"]
         rarely += ["--checkpoint.every", "None"]
-        first = runs.start(workdir, *rarely)
+        first = start_run(workdir, *rarely)
         wait_until(lambda: len(committed_steps()) > 1, first)
-        second = runs.start(workdir, *rarely, "--checkpoint.keep-last", "1000")
+        second = start_run(workdir, *rarely, "--checkpoint.keep-last", "1000")
         code, output = finish(first)
         assert code == 1  # which no launcher starts again
         assert f"process {second.pid} on" in output.splitlines()[-1]
@@ -181,29 +139,14 @@ def test_taken_over_killed_and_continued(tmp_path):
         steps = committed_steps()
         assert set(left) < set(steps)  # the first has deleted none of them
         assert {step for step, *_ in metrics} >= set(range(1, max(steps) + 1))
-        last = str(max(steps) + 7)
 
-        code, output = finish(runs.start(workdir, "--num-steps", last))
-        assert code == 0, output
-        assert f"continuing from step {max(steps)}" in output
-        local = tmp_path / "local"
-        code, output = finish(runs.start(local, "--num-steps", last))
-        assert code == 0, output
-        text = server.text("run/metrics.jsonl")
-        assert records(text) == records((local / "metrics.jsonl").read_text())
-        name = f"run/checkpoints/{last}/meta/data.json"
-        leaves = json.loads(server.text(name))["leaves"]
-        assert {k: v["digest"] for k, v in leaves.items()} == read(local / "checkpoints").digests
-
-        port = str(20000 + os.getpid() % 10000)
-        shared = ["--coordinator", f"127.0.0.1:{port}", "--num-processes", "2", "--process-id"]
-        longer = ["--num-steps", str(int(last) + 6)]
-        both = [runs.start(workdir, *longer, *shared, str(i), devices=1) for i in range(2)]
-        for process in both:
-            code, output = finish(process)
-            assert code == 0, output
+        last = max(steps) + 7
+        shared = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", 2]
+        shared += ["--num-steps", last, "--process-id"]
+        both = [start_run(workdir, *shared, i, devices=1) for i in range(2)]
+        finish_well(both)
         for host in ("000", "001"):
-            assert f"continuing from step {last}" in server.text(f"run/logs/host_{host}.log")
-        steps = {step for step, *_ in records(server.text("run/metrics.jsonl"))}
-        assert steps >= set(range(1, int(last) + 7))
+            assert f"continuing from step {max(steps)}" in server.text(f"run/logs/host_{host}.log")
+        trained = {step for step, *_ in records(server.text("run/metrics.jsonl"))}
+        assert trained >= set(range(1, last + 1))
         assert json.loads(server.text("run/checkpoints/owner.json"))["pid"] == both[0].pid
