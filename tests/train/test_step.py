@@ -274,18 +274,6 @@ def test_state_carries_the_parameters_shardings_and_keeps_them():
 
 
 @pytest.mark.seconds
-@pytest.mark.smoke
-def test_microbatches_change_nothing_but_rounding():
-    one = tiny_config(num_microbatches=1)
-    tokens = batches(one, 3)
-    _, reference = run(one, tokens)
-    _, history = run(tiny_config(), [t.reshape(2, -1, t.shape[-1]) for t in tokens])
-    np.testing.assert_allclose(losses(history), losses(reference), rtol=0, atol=1e-5)
-    for ours, theirs in zip(history, reference, strict=True):
-        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
-
-
-@pytest.mark.seconds
 def test_a_gradient_multiplier_acts_before_the_clip():
     def first(**changes):
         config = tiny_config(optimizer=ADAMW, num_microbatches=1, **changes)

@@ -210,13 +210,8 @@ def test_the_best_by_a_set(folder, tmp_path):
 
 
 def test_data_without_a_validation_split_of_their_own(folder, tmp_path):
-    write_shards(tmp_path / "all", np.arange(900) % 200, vocab_size=257)
-    config = tmp_path / "config.py"
-    config.write_text(
-        (folder / "config.py")
-        .read_text()
-        .replace("tiny_config(", f"tiny_config(data=TokenShardsConfig(path='{tmp_path / 'all'}'), ")
-    )
+    write_shards(tmp_path / "tokens", np.arange(900) % 200, vocab_size=257)
+    write_config(tmp_path, "data=TokenShardsConfig(path=str(TOKENS)), optimizer=ADAMW")
     options = ["--num-steps", 1, "--eval.data", folder / "prose.txt"]
     with stopped(1, "keep_best_of"):
         train_here(tmp_path, "run", *options, "--checkpoint.keep-best", 1)
