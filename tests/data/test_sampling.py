@@ -125,7 +125,7 @@ def test_a_mixture_changes_exactly_at_its_examples():
 some_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=3)
 
 
-@hypothesis.settings(settings, max_examples=15)  # Grain takes 1 ms to seek in a shuffled order
+@hypothesis.settings(settings, max_examples=8)  # Grain takes 1 ms to seek in a shuffled order
 @given(
     some_sizes.flatmap(lambda sizes: st.tuples(st.just(sizes), weights_of(len(sizes)))),
     st.integers(0, 2**32 - 1),
