@@ -237,7 +237,6 @@ def test_a_network_that_fails_is_no_damage(saved, copy, monkeypatch, error):
     ("change", "named"),
     [
         ({"format_version": 2}, "format 2"),
-        ({"format_version": 99}, "format 99"),
         ({"journal": ...}, "journal"),
         ({"config": {"model": {"depth": 7}}}, "depth"),
         ({"config": {"optimizer": {"type": "SophiaConfig"}}}, "tools/examples/sophia.py:sophia"),
