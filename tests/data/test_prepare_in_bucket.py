@@ -9,6 +9,7 @@ import fake_gcs
 import pytest
 from running import run_python
 
+from maxmars.cli import main
 from maxmars.data.corpus import TextFiles
 from maxmars.data.prepare import prepare
 from maxmars.data.tokenizer import ByteTokenizer
@@ -40,7 +41,7 @@ def server(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_same_tokens_as_on_a_disk(tmp_path, server):
+def test_the_same_tokens_as_on_a_disk(tmp_path, server, capsys):
     options = {"tokenizer": ByteTokenizer(), "task_bytes": 30_000}
     corpus = TextFiles([str(tmp_path / "texts" / "*")])
     prepare(corpus, tmp_path / "tokens", source="gs://bucket/texts/*", **options)
@@ -66,10 +67,8 @@ def test_the_same_tokens_as_on_a_disk(tmp_path, server):
     written = [name for name, *_ in server.writes]
     deleted = written[written.index("tokens/meta.json") + 1 :]
     assert all(name.startswith(("tokens/tasks", "tokens/plan.json")) for name in deleted)
-    here, there = (
-        maxmars(server, "inspect", place)
-        for place in (str(tmp_path / "tokens"), "gs://bucket/tokens")
-    )
+    main(["data", "inspect", str(tmp_path / "tokens")])
+    here, there = capsys.readouterr().out, maxmars(server, "inspect", "gs://bucket/tokens")
     assert "gs://bucket/tokens: every file matches its checksum" in there
     of_tokens = [line for line in here.splitlines() if line.startswith("SHA-256 of the tokens")]
     assert len(of_tokens) == 2
