@@ -18,74 +18,45 @@ TESTS = Path(__file__).resolve().parents[1]
 CASES = json.loads((TESTS / "reference" / "optimizer_reference.json").read_text())["cases"]
 
 
-def mars_options(details):
-    """Arguments of `mars` for those of the official constructors of MARS and MARS-M."""
-    arguments = dict(details["kw"])
-    options = {"exact": not arguments.pop("is_approx", True)}
-    if details["kind"] == "mars":
-        options |= {
-            "variant": arguments.pop("mars_type").removeprefix("mars-"),
-            "embeddings": "orthogonalize",
-            "optimize_vectors": arguments.pop("optimize_1d", False),
-            "vector_learning_rate_scale": arguments.pop("lr_1d") / details["lr0"],
-            "vector_weight_decay": arguments.pop("weight_decay_1d"),
-        }
-        options["b1"], options["b2"] = arguments.pop("betas")
-        options["vector_b1"], options["vector_b2"] = arguments.pop("betas_1d")
-    else:
-        options |= {
-            "variant": "m",
-            "b1": arguments.pop("momentum"),
-            "weight_decay": arguments.pop("wd"),
-            "eps": arguments.pop("adamw_eps"),
-        }
-        options["vector_b1"], options["vector_b2"] = arguments.pop("adamw_betas")
-        if details["kind"] == "mars_m_efficient":
-            options |= {"memory_efficient": True, "clip_threshold": None}
-    return options | arguments
+# Ours for the names of arguments of the official constructors.
+NAMES = {
+    "wd": "weight_decay",
+    "adamw_eps": "eps",
+    "optimize_1d": "optimize_vectors",
+    "weight_decay_1d": "vector_weight_decay",
+    "max_precond_dim": "max_precondition_dim",
+}
+PAIRS = {
+    "betas": ("b1", "b2"),
+    "betas_1d": ("vector_b1", "vector_b2"),
+    "adamw_betas": ("vector_b1", "vector_b2"),
+}
 
 
 def official_optimizer(details, rate, specs, ns_dtype):
     """Our optimizer for the official one of a case."""
-    arguments = details["kw"]
-    match details["kind"]:
-        case "muon":
-            return muon(rate, matrix_specs=specs, ns_dtype=ns_dtype, **arguments)
-        case "moonlight":
-            b1, b2 = arguments["adamw_betas"]
-            return moonlight(
-                rate,
-                matrix_specs=specs,
-                momentum=arguments["momentum"],
-                weight_decay=arguments["wd"],
-                eps=arguments["adamw_eps"],
-                vector_b1=b1,
-                vector_b2=b2,
-                ns_steps=arguments["ns_steps"],
-                ns_dtype=ns_dtype,
-            )
-        case "soap":
-            return soap(
-                rate,
-                matrix_specs=specs,
-                weight_decay=arguments["weight_decay"],
-                precondition_frequency=arguments["precondition_frequency"],
-                max_precondition_dim=arguments["max_precond_dim"],
-            )
-        case "sophia":
-            b1, b2 = arguments["betas"]
-            return sophia(
-                rate,
-                b1=b1,
-                b2=b2,
-                rho=arguments["rho"],
-                weight_decay=arguments["weight_decay"],
-                batch_tokens=details["batch_tokens"],
-                update_hessian_every=details["update_hessian_every"],
-            )
-        case _:
-            options = mars_options(details)
-            return mars(rate, matrix_specs=specs, ns_dtype=ns_dtype, **options)
+    kind, options = details["kind"], {}
+    for name, value in details["kw"].items():
+        if name in PAIRS:
+            options.update(zip(PAIRS[name], value, strict=True))
+        else:
+            options[NAMES.get(name, name)] = value
+    if kind == "sophia":
+        further = {name: details[name] for name in ("batch_tokens", "update_hessian_every")}
+        return sophia(rate, **options, **further)
+    if kind == "soap":
+        return soap(rate, matrix_specs=specs, **options)
+    options |= {"matrix_specs": specs, "ns_dtype": ns_dtype}
+    if kind in ("muon", "moonlight"):
+        return {"muon": muon, "moonlight": moonlight}[kind](rate, **options)
+    options["exact"] = not options.pop("is_approx", True)
+    if kind == "mars":
+        variant = options.pop("mars_type").removeprefix("mars-")
+        options["vector_learning_rate_scale"] = options.pop("lr_1d") / details["lr0"]
+        return mars(rate, variant=variant, embeddings="orthogonalize", **options)
+    if kind == "mars_m_efficient":
+        options |= {"memory_efficient": True, "clip_threshold": None}
+    return mars(rate, variant="m", b1=options.pop("momentum"), **options)
 
 
 def largest_difference(folder, name, dtype):
