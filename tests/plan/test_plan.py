@@ -29,14 +29,6 @@ def rows_of(plan, phase):
 
 
 @pytest.mark.slow
-def test_mars_adamw_adds_no_traffic_but_scalars(plan_of):
-    adamw, mars = plan_of("adamw"), plan_of("mars")
-    assert sum(row.bytes for row in rows_of(mars, "optimizer")) < 1000
-    total = [sum(row.bytes for row in plan.collectives) for plan in (adamw, mars)]
-    assert abs(total[1] - total[0]) < 1000
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("layers", [4, 3])
 def test_soap_whose_state_travels_is_said(config_of, layers):
     config = config_of("adamw")
@@ -80,14 +72,15 @@ def budgets(plan):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_traffic_stays_within_the_budgets(plan_of, name, request):
-    plan = plan_of(name)
+    """MARS has AdamW's: it adds no traffic but scalars."""
+    plan, budget = plan_of(name), "adamw" if name == "mars" else name
     moved, stored = budgets(plan), json.loads(BUDGETS.read_text())
     if request.config.getoption("--update-goldens"):
-        stored[name] = moved
+        stored[budget] = moved
         BUDGETS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n")
     for kind, (size, count) in moved.items():
         # Compilers of other versions may arrange a little differently.
-        limit = stored[name].get(kind, [0, 0])
+        limit = stored[budget].get(kind, [0, 0])
         assert size <= 1.05 * limit[0], (name, kind, size, limit)
         assert count <= 2 * limit[1], (name, kind, count, limit)
     mixed = [c for c in plan.train_step.collectives if c.phase == "mixed"]
