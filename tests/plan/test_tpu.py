@@ -10,7 +10,7 @@ import pytest
 from absent_chips import FOR_TPUS
 from refusals import refused
 from running import run_python
-from tiny import ADAMW, tiny_config
+from tiny import tiny_config
 
 from maxmars.config import MarsConfig, MeshConfig
 from maxmars.distributed.sharding import make_mesh
@@ -22,7 +22,6 @@ pytestmark = FOR_TPUS
 ROOT = Path(__file__).parents[2]
 BUDGETS = ROOT / "tests" / "plan" / "traffic_tpu.json"
 PLANS = {
-    "adamw v5p:2x2x2 x 2": ADAMW,
     "mars v5p:2x2x2 x 2": MarsConfig(),
     "shampoo v5p:2x2x2 x 2": MarsConfig(variant="shampoo"),
     "shampoo v5p:2x2x1 x 1": MarsConfig(variant="shampoo"),
