@@ -1,5 +1,6 @@
 """Traces of real steps, and what is read from them."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -88,29 +89,34 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 """
 
 
+STATS = ("hlo_op", "program_id", "cuda_graph_id")
+
+
+def write_trace(folder, planes):
+    """A trace as XLA writes it: an event has a kernel, start and duration in ps, and stats."""
+    text = ""
+    for plane, events in planes.items():
+        lines = metadata = ""
+        for i, (kernel, start, duration, *stats) in enumerate(events, 1):
+            metadata += f'event_metadata {{ key: {i} value {{ id: {i} name: "{kernel}" }} }} '
+            lines += f"events {{ metadata_id: {i} offset_ps: {start} duration_ps: {duration} "
+            for number, value in enumerate(stats, 1):
+                kind = "str" if isinstance(value, str) else "uint64"
+                lines += f"stats {{ metadata_id: {number} {kind}_value: {json.dumps(value)} }} "
+            lines += "} "
+        for i, stat in enumerate(STATS, 1):
+            metadata += f'stat_metadata {{ key: {i} value {{ id: {i} name: "{stat}" }} }} '
+        lines = f'name: "Stream #13(Compute)" {lines}'
+        text += f'planes {{ name: "{plane}" lines {{ {lines} }} {metadata} }} '
+    data = jax.profiler.ProfileData.text_proto_to_serialized_xspace(text)
+    (folder / "host.xplane.pb").write_bytes(data)
+
+
 def test_kernels_of_a_gpu_count_once_and_not_what_the_host_starts(tmp_path):
-    """As XLA writes them: kernels on streams, whose stats name the operation."""
-
-    def plane(number, name, events):
-        lines = "".join(
-            f"events {{ metadata_id: 1 offset_ps: {start} duration_ps: {duration} "
-            f'stats {{ metadata_id: 1 str_value: "{operation}" }} '
-            "stats { metadata_id: 2 uint64_value: 7 } } "
-            for start, duration, operation in events
-        )
-        return (
-            f'planes {{ id: {number} name: "{name}" '
-            f'lines {{ id: 1 name: "Stream #13(Compute)" {lines} }} '
-            'event_metadata { key: 1 value { id: 1 name: "wrapped_kernel" } } '
-            'stat_metadata { key: 1 value { id: 1 name: "hlo_op" } } '
-            'stat_metadata { key: 2 value { id: 2 name: "program_id" } } } '
-        )
-
-    kernels = [(0, 3_000_000, "mul.1"), (5_000_000, 1_000_000, "add.2")]
-    host = [(0, 90_000_000, "mul.1"), (95_000_000, 90_000_000, "add.2")]
-    text = plane(1, "/device:GPU:0", kernels) + plane(2, "/host:CPU", host)
-    trace_file = tmp_path / "host.xplane.pb"
-    trace_file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+    """Kernels on streams, whose stats name the operation."""
+    kernels = [("kernel", 0, 3_000_000, "mul.1", 7), ("kernel", 5_000_000, 1_000_000, "add.2", 7)]
+    host = [("call", 0, 90_000_000, "mul.1", 7), ("call", 95_000_000, 90_000_000, "add.2", 7)]
+    write_trace(tmp_path, {"/device:GPU:0": kernels, "/host:CPU": host})
     trace = read_trace(tmp_path, PROGRAM)
     assert [(op.name, op.phase, op.count) for op in trace.operations] == [
         ("mul.1", "forward", 1),
@@ -120,24 +126,13 @@ def test_kernels_of_a_gpu_count_once_and_not_what_the_host_starts(tmp_path):
 
 
 def test_kernels_of_a_cuda_graph_are_named_by_xla_or_serve_what_came_before(tmp_path):
-    """As XLA writes them: `hlo_op` is the graph, and libraries' kernels have names of their own."""
+    """`hlo_op` is the graph, and libraries' kernels have names of their own."""
     kernels = [("mul_1", 3_000_000), ("nvjet_bf16", 4_000_000), ("add_2", 1_000_000)]
-    events = metadata = ""
-    for i, (name, duration) in enumerate(kernels, 1):
-        metadata += f'event_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }} '
-        events += (
-            f"events {{ metadata_id: {i} offset_ps: {i * 10_000_000} duration_ps: {duration} "
-            'stats { metadata_id: 1 str_value: "command_buffer_1" } '
-            "stats { metadata_id: 2 uint64_value: 7 } stats { metadata_id: 3 uint64_value: 11 } } "
-        )
-    names = ("hlo_op", "program_id", "cuda_graph_id")
-    metadata += " ".join(
-        f'stat_metadata {{ key: {i} value {{ id: {i} name: "{name}" }} }}'
-        for i, name in enumerate(names, 1)
-    )
-    text = f'planes {{ id: 1 name: "/device:GPU:0" lines {{ id: 1 {events} }} {metadata} }}'
-    trace_file = tmp_path / "host.xplane.pb"
-    trace_file.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+    events = [
+        (name, i * 10_000_000, duration, "command_buffer_1", 7, 11)
+        for i, (name, duration) in enumerate(kernels, 1)
+    ]
+    write_trace(tmp_path, {"/device:GPU:0": events})
     trace = read_trace(tmp_path, PROGRAM)
     assert [(op.name, op.phase) for op in trace.operations] == [
         ("nvjet_bf16", "forward"),
