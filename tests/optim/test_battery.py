@@ -537,8 +537,9 @@ def test_a_stack_of_layers_equals_separate_parameters(x64, case):
         for t in range(8)
     ]
     together = trees.take_steps(tx(1), trees.stack(params), [*map(trees.stack, gradients)])
+    alone = tx(0)  # one for all layers, so that its program is compiled once
     apart = [
-        trees.take_steps(tx(0), layer, [layers[i] for layers in gradients]).params[-1]
+        trees.take_steps(alone, layer, [layers[i] for layers in gradients]).params[-1]
         for i, layer in enumerate(params)
     ]
     assert_close(together.params[-1], trees.stack(apart), rtol=1e-9, atol=1e-12)
