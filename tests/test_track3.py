@@ -98,6 +98,7 @@ def test_the_model_computes_the_published_formulas():
     assert float(loss) == pytest.approx(float(losses.mean()), rel=1e-5)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("optimizer", ["adamw", "muon", "normuon", "muonh", "mars", *SLOW])
 def test_each_optimizer_moves_every_parameter_at_its_rate(optimizer):
     config = load_config(f"{TRACK3}:optimizer={optimizer},start=nonzero")

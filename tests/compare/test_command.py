@@ -71,6 +71,7 @@ def test_the_tables_of_the_results_page(table, baseline, contenders):
     assert (comparison.baseline or next(iter(comparison.contenders))) == baseline
 
 
+@pytest.mark.seconds
 def test_trials_score_the_validation_split_alone(compare_command, recorded):
     best = ["--checkpoint.keep-best", "1", "--checkpoint.keep-best-of", "mine"]
     record = recorded(compare_command[1], "--eval.data", "mine=nowhere", *best)

@@ -27,6 +27,7 @@ from maxmars.compare.summary import summarize
 from maxmars.compare.trials import Trial, describe_setting, read_comparison, read_rows, write_row
 from maxmars.train import train
 
+pytestmark = pytest.mark.seconds
 LION = Trial(contender="lion", setting=(("learning_rate", 4e-3),), seed=0)
 ROOT = Path(__file__).parents[2]
 
@@ -125,7 +126,6 @@ def test_a_trial_is_the_run_that_train_makes(compared, comparison, tmp_path):
     assert result.environment["jax"] == jax.__version__
 
 
-@pytest.mark.seconds
 def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
     best = min(summarize(compared).outcomes, key=lambda o: o.best.loss.mean).contender.name
     cli.main(["compare", "verify", str(compared), "--workdir", str(tmp_path / "run")])
@@ -143,7 +143,6 @@ def test_a_result_survives_its_file(comparison, tmp_path):
     assert read_rows(comparison, tmp_path) == {LION: result}
 
 
-@pytest.mark.seconds
 def test_missing_trials_are_run_and_finished_ones_kept(compare_command, kept, comparison, capsys):
     """Its runs are gone, and rows are damaged. The larger budget extends its grids."""
     before = read_rows(comparison, kept)
@@ -171,7 +170,6 @@ def test_missing_trials_are_run_and_finished_ones_kept(compare_command, kept, co
         assert not min(rates[:2]) <= rates[2] <= max(rates[:2]) or name == "adamw"
 
 
-@pytest.mark.seconds
 def test_a_search_that_starts_from_another_comparison(compare_command, compared, tmp_path):
     """What is compared is recorded before the first trial begins, which here is refused."""
     words = [*compare_command, str(tmp_path), "--optimizers", "adamw", "lion"]
@@ -214,7 +212,6 @@ def make(learning_rate, *, matrix_specs, mesh, damping):
 LARGEST = """
 
 
-@pytest.mark.seconds
 def test_an_optimizer_of_the_users_own(compare_command, tmp_path, capsys):
     """A search goes beyond what it takes, of which only its function knows; such a value counts as
     diverged. Its code is kept, and must be the same when a result is repeated."""
@@ -251,7 +248,6 @@ def test_an_optimizer_of_the_users_own(compare_command, tmp_path, capsys):
     assert not (tmp_path / "nothing").exists()
 
 
-@pytest.mark.seconds
 def test_comparisons_and_runs_in_one_report(compared, kept, tmp_path, capsys):
     """Several comparisons, of rows alone, have a column."""
     for name, width in (("a-large", 32), ("small", 16)):
@@ -295,7 +291,6 @@ def test_comparisons_and_runs_in_one_report(compared, kept, tmp_path, capsys):
     ]
 
 
-@pytest.mark.seconds
 def test_the_pages_figures_are_made_of_rows(compared, kept, tmp_path, monkeypatch, capsys):
     rows = shutil.copytree(kept, tmp_path / ".github" / "results" / "which")
     figures = tmp_path / ".github" / "figures"

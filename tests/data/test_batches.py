@@ -27,6 +27,7 @@ from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.data.windows import TokenWindows
 from maxmars.distributed.sharding import batch_sharding
 
+pytestmark = pytest.mark.smoke
 LENGTH = 16  # the tiny config's max_seq_len
 BATCH = 16  # and its global_batch_size
 BYTE_DIGEST = ByteTokenizer().digest

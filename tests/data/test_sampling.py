@@ -125,6 +125,7 @@ def test_a_mixture_changes_exactly_at_its_examples():
 some_sizes = st.lists(st.integers(1, 30), min_size=1, max_size=3)
 
 
+@pytest.mark.seconds
 @hypothesis.settings(settings, max_examples=8)  # Grain takes 1 ms to seek in a shuffled order
 @given(
     some_sizes.flatmap(lambda sizes: st.tuples(st.just(sizes), weights_of(len(sizes)))),

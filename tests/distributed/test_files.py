@@ -218,6 +218,7 @@ needs_gcsfs = pytest.mark.skipif(
 )
 
 
+@pytest.mark.seconds
 @needs_gcsfs
 def test_a_bucket_has_whole_files_and_lines_now_and_then():
     with fake_gcs.serve() as server:

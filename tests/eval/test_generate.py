@@ -53,12 +53,14 @@ def uncached(model, prompt, count):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.seconds
 def test_greedy_tokens_are_those_of_the_uncached_model_also_beyond_its_context(model):
     greedy = generate(model, sampling=GREEDY)
     assert_equal(greedy, [uncached(model, prompt, 24) for prompt in PROMPTS])
     assert_equal(generate(model, sampling=Sampling(temperature=3.0, top_k=1)), greedy)
 
 
+@pytest.mark.seconds
 def test_what_a_prompt_gets_does_not_depend_on_the_others_or_the_mesh(model, sampled):
     assert_equal(generate(model, PROMPTS[2:0:-1], batch_size=1), sampled[2:0:-1])
     mesh = mesh_of(data=2, fsdp=2, tensor=2)

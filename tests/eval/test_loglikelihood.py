@@ -14,6 +14,7 @@ from maxmars.config import ModuleConfig
 from maxmars.eval.loglikelihood import Choices, LogLikelihoods, pack_choices, padded_length
 from maxmars.model.parameters import Parameters
 
+pytestmark = pytest.mark.smoke
 # The 16 tokens of this model's context make the longer items lose some of theirs.
 LENGTHS = [(3, (4, 2, 5, 1)), (9, (3, 3, 7, 2)), (12, (2, 6, 4, 16)), (40, (1, 9)), (1, (16,))]
 
@@ -75,6 +76,7 @@ def test_packed_continuations_equal_separate_rows(is_capped, tmp_path, choices):
         assert greedy.tolist() == [is_greedy for _, is_greedy in plain]
 
 
+@pytest.mark.seconds
 def test_mesh_batch_size_and_order_change_nothing_but_rounding(choices):
     params = random_params(MODEL)
     plain = scored(params, choices).log_likelihoods

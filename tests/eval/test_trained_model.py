@@ -50,6 +50,7 @@ def assert_same(params, expected):
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
+@pytest.mark.seconds
 def test_a_run_and_one_of_its_checkpoints_on_a_mesh(run):
     mesh = mesh_of(fsdp=8)
     for inside, step in (("", 4), ("checkpoints/2", 2)):

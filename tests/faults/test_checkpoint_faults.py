@@ -26,6 +26,7 @@ def shortages(tmp_path_factory):
     return dict(zip(("limit", "descriptors"), reports, strict=True))
 
 
+@pytest.mark.seconds
 def test_a_full_disk_costs_no_checkpoint(shortages):
     result = shortages["limit"]
     assert len(result["errors"]) >= 2  # the save, and the next one

@@ -24,6 +24,7 @@ from maxmars.model.attention import (
     splash_backward_block,
 )
 
+pytestmark = pytest.mark.smoke
 INTERPRETED = functools.partial(splash_attention, interpret=True)
 SCALE = jnp.float32(64**-0.5 / 3)  # as of a third layer: no power of two
 

@@ -21,6 +21,8 @@ CHUNKS = pytest.mark.parametrize(
     ],
 )
 
+pytestmark = pytest.mark.smoke
+
 
 def inputs(rows=8, length=12, vocab=PADDED):
     rng = np.random.default_rng(0)

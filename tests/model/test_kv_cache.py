@@ -11,6 +11,7 @@ from maxmars.model.language_model import make_model
 from maxmars.model.parameters import Parameters
 from maxmars.plan.collectives import collectives
 
+pytestmark = pytest.mark.smoke
 LENGTHS = np.array([3, 5, 9, 1], np.int32)
 NEW, SLOTS, PROMPT = 6, 16, 10
 BASE = dataclasses.replace(MODEL, use_bias=False, scale_attn_by_inverse_layer_idx=True)

@@ -116,6 +116,7 @@ def test_vocabulary_padding_does_not_change_the_loss():
     assert not np.any(padded_table[plain.vocab_size :])
 
 
+@pytest.mark.seconds
 def test_remat_and_unroll_change_nothing_but_rounding():
     params = initial_params(MODEL)
     tokens = random_tokens(MODEL, length=MODEL.max_seq_len + 1)

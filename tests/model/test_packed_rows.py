@@ -85,6 +85,7 @@ def test_logits_are_those_of_the_documents_alone():
             at += len(document)
 
 
+@pytest.mark.seconds
 def test_a_mask_counts_the_targets_that_it_names():
     """The other targets are as if they were not there; a row's first token is none anyway."""
     tokens = np.random.default_rng(1).integers(0, 256, (4, 17)).astype(np.int32)

@@ -40,6 +40,8 @@ from maxmars.optim import (
 )
 from maxmars.plan.collectives import collectives
 
+pytestmark = pytest.mark.smoke
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:

@@ -9,6 +9,7 @@ from trees import assert_close, random_tree, take_steps
 
 from maxmars.optim import MatrixSpec, scale_by_soap, soap
 
+pytestmark = pytest.mark.smoke
 SHAPES = {"square": (6, 6), "table": (12, 5), "bias": (6,)}
 FEWER = {"square": (6, 6), "bias": (6,)}
 

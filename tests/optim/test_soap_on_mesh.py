@@ -44,6 +44,7 @@ def run_on_mesh(mesh, steps=4):
     return after.params[-1], after.state
 
 
+@pytest.mark.seconds
 def test_a_mesh_changes_nothing(x64):
     mesh = mesh_of(1, 4, 2)
     expected, expected_state = run_on_mesh(None)

@@ -68,6 +68,7 @@ def test_state_bytes_are_the_arithmetic_of_the_config(config_of, name):
     assert bytes_on_chip(state.prev_params) == (every if name == "exact" else 0)
 
 
+@pytest.mark.seconds
 def test_flops_of_the_model(plan_of, config_of):
     plan = plan_of("shampoo")
     tokens, d, layers, length = plan.config.tokens_per_step, 32, 3, 16

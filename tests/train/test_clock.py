@@ -53,6 +53,7 @@ def run(program):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.seconds
 def test_a_step_that_takes_too_long_ends_the_process_and_shows_the_stacks():
     code, output = run(HANGS)
     assert code == 75
@@ -62,6 +63,7 @@ def test_a_step_that_takes_too_long_ends_the_process_and_shows_the_stacks():
     assert "--hang-timeout-s (0.1). Exit code 75: the same command, in every process, " in last
 
 
+@pytest.mark.seconds
 def test_a_batch_that_takes_too_long_ends_the_process():
     code, output = run(HANGS_IN_A_BATCH)
     assert code == 75

@@ -118,6 +118,7 @@ def test_other_data_at_the_same_path_are_refused(copied, tmp_path):
     assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
 
 
+@pytest.mark.seconds
 def test_the_same_data_at_another_path_continue(copied, tmp_path):
     config, workdir = copied
     (tmp_path / "tokens").rename(tmp_path / "moved")

@@ -73,6 +73,7 @@ def test_the_mean_over_masks_is_what_nothing_dropped_gives():
     assert abs(loss("blocked", keys(0)) - loss("plain", keys(0))) > 1e-4
 
 
+@pytest.mark.seconds
 def test_a_share_of_numbers_is_dropped():
     # The blocks add nothing, so the sum of the embeddings comes to the last norm, behind which all
     # zeros of a token are one number.

@@ -42,6 +42,7 @@ def test_a_line_that_a_kill_cut_off_is_missed_by_nobody(six_step_run, run):
     assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 6, 2)
 
 
+@pytest.mark.seconds
 def test_a_save_without_its_checkpoint_is_no_part_of_the_run(six_step_run, six_step_copy, caplog):
     shutil.rmtree(six_step_copy / "checkpoints" / "6")
     (six_step_copy / "summary.json").unlink()
@@ -53,6 +54,7 @@ def test_a_save_without_its_checkpoint_is_no_part_of_the_run(six_step_run, six_s
     assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 6, 2)
 
 
+@pytest.mark.seconds
 def test_changed_records_are_told_and_stop_no_run(six_step_run, run, caplog):
     lines = (run / "journal.jsonl").read_text().splitlines(keepends=True)
     (run / "journal.jsonl").write_text("".join([lines[0], *lines[2:]]))

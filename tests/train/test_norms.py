@@ -69,6 +69,7 @@ def norms_by_name(tree):
     return {part: np.sqrt(total) for part, total in squares.items()}
 
 
+@pytest.mark.seconds
 @pytest.mark.smoke
 def test_norms_of_parts_are_those_of_numpy():
     step, norms = one_step("1,1,1")
@@ -121,6 +122,7 @@ def test_norms_of_layers_are_the_same_on_every_mesh(mesh):
         assert value == pytest.approx(one[name], rel=5e-3 if "update" in name else 1e-3), name
 
 
+@pytest.mark.seconds
 def test_only_vectors_travel_for_norms_of_layers():
     def moved(norms):
         config = config_of("2,2,2", norms)

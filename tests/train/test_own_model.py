@@ -322,6 +322,7 @@ def test_the_names_of_the_axes_say_what_a_matrix_is():
     assert Parameters(OWN).flops_per_token == expected
 
 
+@pytest.mark.seconds
 def test_packed_documents_are_scored_as_each_alone():
     tokens = np.random.default_rng(0).integers(0, 257, (1, 15)).astype(np.int32)
     segments = np.repeat([0, 1], [6, 9])[None].astype(np.int32)
@@ -496,6 +497,7 @@ def test_a_model_that_sees_what_it_is_to_predict_is_refused(tmp_path, plain):
         assert train(dataclasses.replace(config, model=plain(name)), tmp_path / name).done
 
 
+@pytest.mark.seconds
 def test_a_tied_module_has_the_loss_and_gradient_of_one_that_looks_up_by_itself(plain):
     params = init_params(plain("make"), 0)
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 257, (2, 9)))

@@ -57,6 +57,7 @@ def test_microbatches_and_devices_change_nothing_but_rounding(optimizer):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
 
 
+@pytest.mark.seconds
 def test_the_loss_is_the_mean_over_the_targets_that_count():
     config = tiny_config(num_microbatches=1, optimizer=ADAMW)
     step, state = first_state(config)

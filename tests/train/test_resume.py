@@ -461,6 +461,7 @@ def test_the_first_step_of_exact_mars_reads_no_earlier_parameters(source, short_
     assert_equal(one.prev_params, saved(source, short_config())["params"])
 
 
+@pytest.mark.seconds
 def test_the_optimizer_state_can_go_on(source, short_config):
     config = short_config(optimizer=dataclasses.replace(ADAMW, learning_rate=1e-5))
     state = loaded(source, config, optimizer_state=True).state

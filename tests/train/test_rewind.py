@@ -116,6 +116,7 @@ def test_a_rewind_holds_until_a_later_step_is_saved_and_the_last_one_counts(run)
     ]
 
 
+@pytest.mark.seconds
 def test_a_rewind_is_taken_back(run):
     """By another one before training goes on, or by hand."""
     rewound(run, 6, skip_examples=5)
@@ -178,6 +179,7 @@ def test_killed_at_every_moment_it_is_done_by_the_same_command(run, tmp_path):
     assert len(set(ends)) == 1
 
 
+@pytest.mark.seconds
 def test_examples_are_left_out_from_the_newest_checkpoint_on(run):
     rewound(run, 6, skip_examples=7)
     go_on(run, 8)
@@ -259,6 +261,7 @@ def test_the_moments_of_mars_are_carried_over_bit_by_bit(variant, change):
             assert jax.tree.all(jax.tree.map(np.array_equal, before, arrays))
 
 
+@pytest.mark.seconds
 def test_a_lie_about_a_rewind_is_found(run):
     rewound(run, 2, skip_examples=5)
     go_on(run, 4)
@@ -272,6 +275,7 @@ def test_a_lie_about_a_rewind_is_found(run):
         assert audited(run, compare_arrays=False).problems, name
 
 
+@pytest.mark.seconds
 def test_rewinds_that_make_no_sense(tmp_path, run):
     shutil.copytree(run / "checkpoints" / "2", tmp_path / "2")
     for file in (run / "checkpoints" / "4" / "state").rglob("*"):

@@ -214,6 +214,7 @@ def test_every_mesh_gives_the_losses_of_one_device(optimizer, mesh, dtype, micro
     assert "rematerialization" not in capfd.readouterr().err  # XLA's warning of a bad resharding
 
 
+@pytest.mark.seconds
 @pytest.mark.smoke
 def test_initial_values_are_the_same_on_every_mesh():
     values, reference = (
@@ -287,6 +288,7 @@ def test_a_gradient_multiplier_acts_before_the_clip():
     np.testing.assert_allclose(clipped, mean * 0.5 / norm, rtol=1e-4)
 
 
+@pytest.mark.seconds
 @pytest.mark.parametrize("name", ["mars", slow("mars m exact"), slow("sophia"), long("soap")])
 def test_every_buffer_of_the_state_is_reused(name):
     step = step_of(tiny_config(optimizer=ALL_OPTIMIZERS[name], mesh=MESHES["2,2,2"]))
@@ -325,6 +327,7 @@ def test_without_norms_the_step_reports_none():
         assert ("train/norms" in metrics) is norms
 
 
+@pytest.mark.seconds
 def test_a_nonfinite_gradient_withholds_the_update():
     config = tiny_config()
     step, state = step_of(config), new_state(config)

@@ -209,6 +209,7 @@ def test_the_best_by_a_set(folder, tmp_path):
     main(["audit", str(tmp_path / "run")])
 
 
+@pytest.mark.seconds
 def test_data_without_a_validation_split_of_their_own(folder, tmp_path):
     write_shards(tmp_path / "tokens", np.arange(900) % 200, vocab_size=257)
     write_config(tmp_path, "data=TokenShardsConfig(path=str(TOKENS)), optimizer=ADAMW")
