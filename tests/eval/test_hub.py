@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub, against a local imitation of it."""
 
+import dataclasses
 import sys
 
 import huggingface_hub
@@ -10,7 +11,7 @@ from fake_hub import FakeHub, serving
 from hf_models import BYTES, hf_arrays, hf_fields, write_hf
 from refusals import refused, stopped
 from running import finish_well, free_port, start_python
-from tiny import MODEL, short_config
+from tiny import MODEL, audited, short_config
 
 from maxmars import cli
 from maxmars.checkpoint.journal import read_journal, session_starts
@@ -177,8 +178,10 @@ def test_a_run_keeps_to_its_commit_when_the_branch_moves(hub, logged_in, config,
     assert (start["path"], start["weights"]) == ("hf:me/start", f"hf:me/start@{first}")
     add(2)
     hub.requests.clear()
-    train(config, workdir, init_from=source)
+    train(dataclasses.replace(config, num_steps=3), workdir, init_from=source)
     assert "continuing from step 2" in capsys.readouterr().out
+    found = audited(workdir)
+    assert (found.verdict, found.last_step) == ("one trajectory", 3)
     assert hub.requests == []  # its weights are in its checkpoints
     assert start_of(workdir) == start
     with refused(ValueError, "hf:me/start", "--init-optimizer-state"):

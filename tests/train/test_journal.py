@@ -35,8 +35,15 @@ def go_on(six_step_run, run):
 
 
 @pytest.mark.seconds
-def test_a_line_that_a_kill_cut_off_is_missed_by_nobody(six_step_run, run):
-    with (run / "journal.jsonl").open("a") as file:
+def test_a_repaired_journal_and_one_with_a_line_that_a_kill_cut_off_go_on(six_step_run, run):
+    journal, kept = run / "journal.jsonl", run / "kept"
+    journal.rename(kept)
+    journal.symlink_to("/dev/zero")
+    with refused(ValueError, journal):
+        go_on(six_step_run, run)
+    assert not list(run.glob("checkpoints/*.damaged"))
+    kept.replace(journal)
+    with journal.open("a") as file:
         file.write('{"kind": "saved", "step": 5, "dig')
     found = go_on(six_step_run, run)
     assert (found.verdict, found.last_step, found.sessions) == ("one trajectory", 6, 2)
@@ -63,14 +70,6 @@ def test_changed_records_are_told_and_stop_no_run(six_step_run, run, caplog):
     assert go_on(six_step_run, run).verdict == "broken"
     assert "journal.jsonl lacks lines of step 4 or before; the run goes on" in caplog.text
     assert "metrics.jsonl changed since step 0" in caplog.text
-
-
-def test_a_journal_that_cannot_be_read_is_no_damage_of_the_checkpoints(six_step_run, run):
-    (run / "journal.jsonl").unlink()
-    (run / "journal.jsonl").symlink_to("/dev/zero")
-    with refused(ValueError, run / "journal.jsonl"):
-        go_on(six_step_run, run)
-    assert not list(run.glob("checkpoints/*.damaged"))
 
 
 def test_what_another_version_wrote_is_refused_in_a_line_by_every_command(six_step_run, run):

@@ -8,6 +8,7 @@ import re
 import jax
 import pytest
 from running import environment, finish_well, start_python, wait_until
+from tiny import SOPHIA_FILE
 from token_directories import write_tfds
 
 from maxmars.checkpoint import list_steps
@@ -46,7 +47,7 @@ def test_a_killed_run_is_computed_again_from_before_the_kill(tmp_path, byte_toke
 @pytest.mark.multiprocess
 @pytest.mark.slow
 def test_from_a_set_of_tfds_to_text(tmp_path):
-    """On the command line, with the set's own validation split."""
+    """On the command line, with the set's own validation split and an optimizer from a file."""
     import tensorflow_datasets as tfds
 
     texts = {"train": 60, "validation": 5, "test": 5}
@@ -56,7 +57,8 @@ def test_from_a_set_of_tfds_to_text(tmp_path):
     (output,) = finish_well([start_python(tmp_path, *prepare, tokens, "--data-dir", tmp_path)])
     assert "tfds:made_up:validation" in output
     cpu = environment(tmp_path / "cache")
-    kill_and_continue(tmp_path, f"quickstart:data={tokens}", SMALL, environment=cpu)
+    config = f"quickstart:data={tokens},optimizer={SOPHIA_FILE}:sophia"
+    kill_and_continue(tmp_path, config, SMALL, environment=cpu)
     generate = ["-m", "maxmars", "generate", tmp_path / "run", "--prompt", "train 1"]
     (output,) = finish_well([start_python(tmp_path, *generate, "--max-new-tokens", 4)])
     assert "train 1" in output

@@ -102,9 +102,13 @@ def test_the_best_checkpoint_stays_also_where_the_run_ended_first(short_config, 
 
 
 @pytest.mark.seconds
-def test_past_a_damaged_checkpoint_to_one_of_before_a_change(short_config, tmp_path):
-    config = short_config(guard=GuardConfig(max_consecutive_skips=3))
+def test_past_a_damaged_checkpoint_to_one_of_before_a_change(source, short_config, tmp_path):
+    guard = GuardConfig(grad_norm_spike_threshold=9.0, max_consecutive_skips=3)
+    config = short_config(guard=guard)
     train(config, tmp_path / "run")
+    guarded, unguarded = (read(run / "checkpoints").digests for run in (tmp_path / "run", source))
+    assert guarded.keys() > unguarded.keys()  # by the statistics of norms
+    assert guarded | unguarded == guarded  # the guard changes no update
     changed = dataclasses.replace(
         config,
         num_steps=3,

@@ -275,16 +275,18 @@ def test_state_carries_the_parameters_shardings_and_keeps_them():
 
 
 @pytest.mark.seconds
-def test_a_gradient_multiplier_acts_before_the_clip():
-    def first(**changes):
-        config = tiny_config(optimizer=ADAMW, num_microbatches=1, **changes)
+def test_a_gradient_multiplier_acts_before_the_clip_and_microbatches_are_as_one():
+    def first(num_microbatches, **changes):
+        config = tiny_config(optimizer=ADAMW, num_microbatches=num_microbatches, **changes)
         state, history = run(config, batches(config, 1))
         # After the first step the first moment is (1 - b1) times the clipped gradient.
-        return state.opt_state[0].mu["ln_f"]["scale"], history[0]["train/grad_norm"]
+        return state.opt_state[0].mu["ln_f"]["scale"], history[0]
 
-    mean, norm = first(gradient_clip_norm=None)
-    clipped, multiplied_norm = first(gradient_multiplier=3.0, gradient_clip_norm=0.5)
-    assert multiplied_norm == pytest.approx(3 * norm, rel=1e-5)
+    mean, one = first(1, gradient_clip_norm=None)
+    clipped, four = first(4, gradient_multiplier=3.0, gradient_clip_norm=0.5)
+    assert four["train/loss"] == pytest.approx(one["train/loss"], abs=1e-5)
+    norm = one["train/grad_norm"]
+    assert four["train/grad_norm"] == pytest.approx(3 * norm, rel=1e-4)
     np.testing.assert_allclose(clipped, mean * 0.5 / norm, rtol=1e-4)
 
 

@@ -98,6 +98,8 @@ def test_what_a_run_leaves_behind(finished_run):
         "perf/data_wait",
         "perf/goodput",
     }
+    waits, times = (values_of(finished_run, f"perf/{key}") for key in ("data_wait", "step_time"))
+    assert all(0 <= waits[step] < times[step] for step in times)
     written = values_of(finished_run, "perf/checkpoint_blocking_time")
     assert list(written) == [2, 4, 6]
     assert all(0 < seconds < 60 for seconds in written.values())
