@@ -345,7 +345,7 @@ def test_two_hosts_preempted_and_killed_end_as_if_undisturbed(cloud, tmp_path, c
     )
     disturbed, codes = tmp_path / "disturbed", []
     command = ["tpu-vm", "config.py", *WHERE, "--accelerator", "v5p-16", "--spot", "--queued"]
-    command += ["--workdir", str(disturbed), "--poll-s", "0.1"]
+    command += ["--workdir", str(disturbed), "--poll-s", "1"]
     watcher = threading.Thread(target=lambda: codes.append(launch(*command)), daemon=True)
     watcher.start()
 
