@@ -24,7 +24,7 @@ from maxmars import cli
 from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import read_journal, session_starts
 from maxmars.compare.summary import summarize
-from maxmars.compare.trials import Trial, describe_setting, read_comparison, read_rows, write_row
+from maxmars.compare.trials import Trial, describe_setting, read_rows, write_row
 from maxmars.train import train
 
 pytestmark = pytest.mark.seconds
@@ -309,16 +309,15 @@ def test_the_pages_figures_are_made_of_rows(compared, kept, tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_any_number_of_processes_share_the_trials_and_one_that_is_killed_is_replaced(
-    compare_command, tmp_path
+    compare_command, tmp_path, capsys
 ):
-    """Two give the same command; one is killed within a trial, which the other one continues. What
-    is saved on the way does not make another comparison."""
+    """Two give the same command; one is killed within a trial, which the other one continues to the
+    same weights as undisturbed."""
     words = ["--num-steps", "24", "--seeds", "1", "--learning-rates", "4e-3", "--budget", "1"]
     words += ["--eval.every", "12", "--optimizers", "adamw", "lion", "--workdir"]
-    command = [*compare_command[:2], *words]
-    undisturbed, shared = tmp_path / "undisturbed", tmp_path / "shared"
-    cli.main([*command, str(undisturbed)])
-    start = [sys.executable, "-m", "maxmars", *command, str(shared), "--checkpoint.every", "1"]
+    shared = tmp_path / "shared"
+    words = [*compare_command[:2], *words, str(shared), "--checkpoint.every", "1"]
+    start = [sys.executable, "-m", "maxmars", *words]
     first, second = (subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(2))
 
     def begun():
@@ -337,14 +336,11 @@ def test_any_number_of_processes_share_the_trials_and_one_that_is_killed_is_repl
     printed, _ = second.communicate(timeout=600)
     assert second.returncode == 0
     assert ",seed=" in printed
-    comparison = read_comparison(shared)
-    rows = [json.loads(line) for line in (shared / "rows.jsonl").read_text().splitlines()]
-    one, other = (read_rows(comparison, workdir) for workdir in (undisturbed, shared))
-    assert len(rows) == len(other)  # no trial was run twice
-    assert {trial: result.loss for trial, result in other.items()} == {
-        trial: result.loss for trial, result in one.items()
-    }
-    starts = [[line.step for line in session_starts(read_journal(trial))] for trial in trials]
-    (continued,) = (steps for steps in starts if len(steps) == 2)
-    assert continued[0] == 0 < continued[1]
+    rows = (shared / "rows.jsonl").read_text().splitlines()
+    assert len(rows) == 2  # no trial was run twice
+    starts = {trial: [at.step for at in session_starts(read_journal(trial))] for trial in trials}
+    (continued,) = (trial for trial in trials if len(starts[trial]) == 2)
+    assert starts[continued][0] == 0 < starts[continued][1]
     assert (shared / "results.csv").read_text().count("\n") == 3
+    cli.main(["compare", "verify", str(shared), "--contender", continued.parent.name])
+    assert "equal bit by bit" in capsys.readouterr().out
