@@ -25,9 +25,18 @@ def texts():
     yield "c.txt", "".join(" ".join(draw.choices(words, k=12)) + "\n" for _ in range(700))
 
 
-def maxmars(server, *arguments):
-    """What `maxmars data` prints."""
-    return run_python("-m", "maxmars", "data", *arguments, environment=server.environment).stdout
+RUN = """
+import json, sys
+from maxmars.cli import main
+for words in map(json.loads, sys.argv[1:]):
+    main(["data", *words])
+"""
+
+
+def maxmars(server, *commands):
+    """What `maxmars data` prints for one command after the other, in one process."""
+    lines = [json.dumps([str(word) for word in words]) for words in commands]
+    return run_python("-c", RUN, *lines, environment=server.environment).stdout
 
 
 @pytest.fixture
@@ -47,9 +56,10 @@ def test_the_same_tokens_as_on_a_disk(tmp_path, server, capsys):
     prepare(corpus, tmp_path / "tokens", source="gs://bucket/texts/*", **options)
     whole = {path.name: path.read_bytes() for path in (tmp_path / "tokens").iterdir()}
     command = ["prepare", "gs://bucket/texts/*", "gs://bucket/tokens", "--task-bytes", "30000"]
-    for share in (["--tasks", "1/2", "--workers", "1"], ["--tasks", "0/2", "--workers", "0"]):
-        printed = maxmars(server, *command, *share)
-    assert printed.endswith("next: maxmars train quickstart:data=gs://bucket/tokens\n")
+    shares = (["--tasks", "1/2", "--workers", "1"], ["--tasks", "0/2", "--workers", "0"])
+    inspect = ["inspect", "gs://bucket/tokens"]
+    there = maxmars(server, *([*command, *share] for share in shares), inspect)
+    assert there.count("next: maxmars train quickstart:data=gs://bucket/tokens\n") == 2
     uploaded = {
         name.removeprefix("tokens/"): content
         for name, (_, content) in server.objects.items()
@@ -68,7 +78,7 @@ def test_the_same_tokens_as_on_a_disk(tmp_path, server, capsys):
     deleted = written[written.index("tokens/meta.json") + 1 :]
     assert all(name.startswith(("tokens/tasks", "tokens/plan.json")) for name in deleted)
     main(["data", "inspect", str(tmp_path / "tokens")])
-    here, there = capsys.readouterr().out, maxmars(server, "inspect", "gs://bucket/tokens")
+    here = capsys.readouterr().out
     assert "gs://bucket/tokens: every file matches its checksum" in there
     of_tokens = [line for line in here.splitlines() if line.startswith("SHA-256 of the tokens")]
     assert len(of_tokens) == 2
@@ -80,7 +90,7 @@ def test_a_shard_that_is_uploaded_in_parts(tmp_path, server):
     text = random.Random(0).randbytes(1 << 20).hex() + "\n"
     (tmp_path / "large.txt").write_text(text * 16)  # 60 MB of training tokens; a part has 52
     options = ["--workers", "0", "--task-bytes", "100000000"]
-    maxmars(server, "prepare", tmp_path / "large.txt", "gs://bucket/tokens", *options)
+    maxmars(server, ["prepare", tmp_path / "large.txt", "gs://bucket/tokens", *options])
     shard = {name: content for name, content in server.uploads if name == "tokens/train_00000.bin"}
     (content,) = shard.values()
     _, stored = server.objects["tokens/train_00000.bin"]
