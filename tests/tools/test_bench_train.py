@@ -3,8 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import MODEL, random_params
+from xla_flags import xla_flags
 
 from maxmars.config import to_dict
 from maxmars.model.language_model import make_model, token_losses
@@ -22,27 +21,28 @@ ROOT = Path(__file__).resolve().parents[2]
 TINY = ["--model.num-layers", "2", "--model.embed-dim", "32", "--model.max-seq-len", "16"]
 
 
-def bench(*arguments):
-    command = [sys.executable, str(ROOT / "tools" / "bench_train.py"), *arguments, *TINY]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    return subprocess.run(
-        [*command, "--rounds", "2", "--steps", "2", "--random-tokens"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
+@pytest.fixture
+def bench(monkeypatch):
+    """The command, here; its contestants are processes."""
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    monkeypatch.setenv("XLA_FLAGS", xla_flags(1))
+    import bench_train
+
+    def run(*arguments):
+        words = [*arguments, *TINY, "--rounds", "2", "--steps", "2", "--random-tokens"]
+        monkeypatch.setattr(sys, "argv", ["bench_train.py", *words])
+        bench_train.main()
+
+    return run
 
 
 @pytest.mark.slow
-def test_the_table_and_the_json_of_one_config(tmp_path):
+def test_the_table_and_the_json_of_one_config(bench, capsys, tmp_path):
     output = tmp_path / "result.json"
-    done = bench(
-        str(ROOT / "configs" / "quickstart.py"), "--output", str(output), "--one-at-a-time"
-    )
-    assert done.returncode == 0, done.stderr
+    bench(str(ROOT / "configs" / "quickstart.py"), "--output", str(output), "--one-at-a-time")
+    printed = capsys.readouterr().out
     for name in ("tokens/s", "backward, %", "host, ms", "compile, s", "time to first step, s"):
-        assert name in done.stdout
+        assert name in printed
     (result,) = json.loads(output.read_text())["results"]
     assert result["config"]["model"]["num_layers"] == 2
     assert result["recompiles"] == 0
@@ -60,11 +60,9 @@ def test_the_table_and_the_json_of_one_config(tmp_path):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is not None, reason="PyTorch is here")
-def test_without_pytorch_the_peer_is_refused():
-    done = bench(str(ROOT / "configs" / "quickstart.py"), "--peer", "torch")
-    assert done.returncode == 1
-    assert "[peers]'`" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_without_pytorch_the_peer_is_refused(bench):
+    with pytest.raises(SystemExit, match="\\[peers\\]'`"):
+        bench(str(ROOT / "configs" / "quickstart.py"), "--peer", "torch")
 
 
 @pytest.mark.peers

@@ -1,10 +1,8 @@
 """The measurements on a GPU, without one: what is left, what is not run again, and the table."""
 
 import json
-import os
 import re
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
 import pytest
@@ -127,24 +125,23 @@ def test_wrong_words_are_refused(acceptance, tmp_path, words, named):
 
 
 @pytest.mark.slow
-def test_a_rehearsal_of_the_cheapest_units_stops_and_continues(tmp_path):
-    command = [sys.executable, str(TOOLS / "gpu_acceptance.py"), "--out", str(tmp_path)]
-    command += ["--rehearse", "--pieces", "machine,generate"]
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+def test_a_rehearsal_of_the_cheapest_units_stops_and_continues(acceptance, capsys, tmp_path):
+    terminated = signal.getsignal(signal.SIGTERM)  # which the command sets
 
-    def start(*words):
-        options = {"env": environment, "capture_output": True, "text": True, "check": False}
-        return subprocess.run([*command, *words], **options)
+    def start(code, pieces, *words):
+        with stopped(code):
+            acceptance(["--out", str(tmp_path), "--rehearse", "--pieces", pieces, *words])
+        return capsys.readouterr().out
 
-    first = start("--minutes", "0.01")  # one unit runs in any case
-    assert first.returncode == 75, first.stdout + first.stderr
-    assert "left for the next time: generate" in first.stdout
-    second = start()
-    assert second.returncode == 0, second.stdout + second.stderr
-    assert "machine: " not in second.stdout
-    assert "all is done" in second.stdout
-    table = start("--table")
-    assert '"tokens_per_sec"' in table.stdout
-    wrong = start("--out", str(tmp_path / "wrong"), "--pieces", "eval", "--shared", "nowhere")
-    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
-    assert "failed: eval" in wrong.stdout
+    try:
+        # One unit runs in any case.
+        first = start(75, "machine,generate", "--minutes", "0.01")
+        assert "left for the next time: generate" in first
+        wrong = start(1, "machine,generate,eval", "--shared", "nowhere")
+        assert "machine: " not in wrong
+        assert "failed: eval" in wrong
+        assert "all is done" in start(0, "machine,generate")
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
+    acceptance(["--out", str(tmp_path), "--table"])
+    assert '"tokens_per_sec"' in capsys.readouterr().out
