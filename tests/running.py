@@ -132,6 +132,12 @@ def records(workdir):
     return {(row["step"], key): row[key] for row in rows for key in keys if key in row}
 
 
+def hashed_files(workdir, count):
+    """The names of the token files that each of so many processes has hashed."""
+    texts = [(workdir / "verified" / f"host_{i:03d}.jsonl").read_text() for i in range(count)]
+    return [{Path(json.loads(line)["file"]).name for line in text.splitlines()} for text in texts]
+
+
 def assert_same_losses(one, other):
     """Those of two runs on different meshes, which sum in another order."""
     ours, theirs = records(one), records(other)

@@ -3,14 +3,13 @@
 Of data they may have copies, which each of them compares with the checksums.
 """
 
-import json
 import os
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from running import finish, finish_well, free_port, start_python, write_config
+from running import finish, finish_well, free_port, hashed_files, start_python, write_config
 from token_directories import write_shards
 
 import maxmars
@@ -112,24 +111,18 @@ def test_processes_that_differ_are_told_before_the_first_step(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("has_copy", [False, True])
-def test_each_process_hashes_a_copy_of_its_own_and_both_divide_what_both_see(has_copy, tmp_path):
+def test_each_process_hashes_a_copy_of_its_own(tmp_path):
+    """Where both see the same files, they divide them: test_multiprocess.py."""
     config = write_run(tmp_path / "run", write_tokens(tmp_path / "tokens", seed=0)) / "config.py"
     names = {path.name for path in (tmp_path / "tokens").glob("*.bin")}
-    places = [tmp_path / "tokens", tmp_path / ("copy" if has_copy else "tokens")]
-    if has_copy:
-        shutil.copytree(*places)  # with the times of the files
+    places = [tmp_path / "tokens", tmp_path / "copy"]
+    shutil.copytree(*places)  # with the times of the files
     options = [
         ["--data.path", str(place), "--eval.every", "4", "--eval.data", f"mine={place}"]
         for place in places
     ]
     finish_well(start_both(tmp_path, *(({}, [str(config), *words]) for words in options)))
-    hashed = []
-    for index in range(2):
-        text = (tmp_path / "workdir" / "verified" / f"host_{index:03d}.jsonl").read_text()
-        hashed.append({Path(json.loads(line)["file"]).name for line in text.splitlines()})
-    assert hashed[0] | hashed[1] == names
-    assert hashed[0] & hashed[1] == (names if has_copy else set())
+    assert hashed_files(tmp_path / "workdir", 2) == [names, names]
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from running import (
     assert_same_losses,
     finish_well,
     free_port,
+    hashed_files,
     records,
     start_python,
     start_together,
@@ -28,32 +29,27 @@ CONFIG = """
     optimizer=ADAMW,  # MARS: test_three_processes.py
     model=dataclasses.replace(MODEL, num_layers=2),
     mesh=MeshConfig(data=2, fsdp=4),
+    data=TokenShardsConfig(path=str(TOKENS)),
     eval=EvalConfig(every=2, num_windows=20, batch_size=16),
 """
 
 
-# `find` is called here, and printed by each of several processes.
-PRINT = """
-if __name__ == "__main__":
-    import json
-    port, count, place = map(int, sys.argv[1:])
-    processes.initialize(f"127.0.0.1:{port}", count, place)
-    print("RETURNED " + json.dumps(find()), flush=True)
-    processes.shutdown()
-"""
-
-# The digests of the global training stream, and of the validation windows, on several meshes.
-STREAMS = """
-import hashlib, sys
+# Of each process: the digests of the global training stream, and of the validation windows, on
+# several meshes; of eight devices also HellaSwag's log-likelihoods by both protocols.
+PROGRAM = """
+import hashlib, json, sys
 sys.path.insert(0, {tests!r})
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from maxmars.config import EvalConfig, MeshConfig, MixtureConfig, MixturePart, TokenShardsConfig
 from maxmars.data.batches import TrainBatches, open_data
+from maxmars.data.tokenizer import ByteTokenizer
 from maxmars.distributed import processes
 from maxmars.distributed.sharding import make_mesh
-from tiny import tiny_config, validation_batches
+from maxmars.eval.hellaswag import HellaSwag, load_questions
+from maxmars.model.parameters import Parameters, init_params
+from tiny import MODEL, tiny_config, validation_batches
 
 EVAL = EvalConfig(num_windows=11, batch_size=24)
 MESHES = {{
@@ -62,7 +58,7 @@ MESHES = {{
 }}
 parts = tuple(MixturePart(path=f"{directory}/{{i}}", weight=w) for i, w in ((0, 0.7), (1, 0.3)))
 
-def find():
+def streams():
     digests = {{}}
     for sizes in MESHES[jax.device_count()]:
         mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
@@ -85,39 +81,35 @@ def find():
             batches.close()
             digests[f"{{name}} on {{sizes}}"] = [sha.hexdigest(), val_sha.hexdigest()]
     return digests
-"""
 
-
-# The log-likelihoods of both protocols, and how many processes the devices belong to.
-HELLASWAG = """
-import sys
-sys.path.insert(0, {tests!r})
-import jax
-from maxmars.config import MeshConfig
-from maxmars.data.tokenizer import ByteTokenizer
-from maxmars.distributed import processes
-from maxmars.distributed.sharding import make_mesh
-from maxmars.eval.hellaswag import HellaSwag, load_questions
-from maxmars.model.parameters import Parameters, init_params
-from tiny import MODEL
-
-def find():
+def hellaswag():
     mesh = make_mesh(MeshConfig(fsdp=2))
     shardings = Parameters(MODEL, mesh).shardings
     params = jax.jit(lambda: init_params(MODEL, 0), out_shardings=shardings)()
-    questions = load_questions({questions!r})
+    questions = load_questions("{directory}/questions.jsonl")
     scores = HellaSwag(MODEL, mesh, ByteTokenizer(), questions)(params)
-    likelihoods = {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
-    return [jax.process_count(), likelihoods]
+    return {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
+
+def find():
+    scores = hellaswag() if jax.device_count() == 8 else None
+    return [jax.process_count(), streams(), scores]
+
+if __name__ == "__main__":
+    port, count, place = map(int, sys.argv[1:])
+    processes.initialize(f"127.0.0.1:{{port}}", count, place)
+    print("RETURNED " + json.dumps(find()), flush=True)
+    processes.shutdown()
 """
 
 
 @pytest.mark.seconds
 def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys):
     folder, two = write_config(tmp_path, CONFIG), tmp_path / "two"
-    train_here(folder, "one")
-    steps = ("--num-steps", "2", "--schedule.decay-steps", "4")
-    outputs = finish_well(start_together(folder, "two", 2, *steps, devices=4))
+    stream = np.random.default_rng(0).integers(0, 200, 2000)
+    write_shards(folder / "tokens", stream, stream[:400], vocab_size=257)
+    words = ("--eval.data", f"mine={folder / 'tokens'}", "--schedule.decay-steps", "4")
+    train_here(folder, "one", *words)
+    outputs = finish_well(start_together(folder, "two", 2, *words, "--num-steps", 2, devices=4))
     assert "done: 2 steps" in outputs[0]
     assert "done:" not in outputs[1]  # only the primary speaks
     logs = [(two / "logs" / f"host_00{i}.log").read_text() for i in range(2)]
@@ -127,8 +119,11 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys
     environment = json.loads((two / "environment.json").read_text())
     assert environment["num_processes"] == 2
     assert environment["num_devices"] == 8
+    first, second = hashed_files(two, 2)  # each file is hashed once, by one of them
+    assert first | second == {path.name for path in (folder / "tokens").glob("*.bin")}
+    assert first & second == set()
 
-    train_here(folder, "two", "--schedule.decay-steps", "4")
+    train_here(folder, "two", *words)
     assert "continuing from step 2" in capsys.readouterr().out
     assert_same_losses(folder / "one", two)
     assert len(records(two)) == 4 + 3
@@ -148,23 +143,28 @@ def returned_by(program: Path, count: int, devices: int) -> list[Any]:
     return [json.loads(line[9:]) for line in lines if line.startswith("RETURNED ")]
 
 
-def write_program(path: Path, text: str) -> Any:
-    """What `find` of a program returns here; processes may run the file."""
-    path.write_text(text + PRINT)
-    return runpy.run_path(str(path))["find"]()
+@pytest.fixture(scope="module")
+def one_and_two(tmp_path_factory):
+    """The program, and what it returns here and in each of two processes."""
+    folder = tmp_path_factory.mktemp("streams")
+    for i, num_tokens in enumerate((1000, 700)):  # an epoch ends within the four batches
+        stream = np.random.default_rng(i).integers(0, 257, num_tokens)
+        write_shards(folder / str(i), stream, stream[:300], vocab_size=257)
+    write_questions_file(folder / "questions.jsonl")
+    program = folder / "program.py"
+    program.write_text(PROGRAM.format(tests=str(Path(__file__).parents[1]), directory=folder))
+    one, two = runpy.run_path(str(program))["find"](), returned_by(program, 2, devices=4)
+    assert [count for count, *_ in (one, *two)] == [1, 2, 2]
+    return program, one, two
 
 
 @pytest.mark.slow
-def test_two_and_three_processes_see_the_stream_of_one(tmp_path):
+def test_two_and_three_processes_see_the_stream_of_one(one_and_two):
     """With mesh (1, 1, 8) the batch axes do not split over the processes; with others they do."""
-    for i, num_tokens in enumerate((1000, 700)):  # an epoch ends within the four batches
-        stream = np.random.default_rng(i).integers(0, 257, num_tokens)
-        write_shards(tmp_path / str(i), stream, stream[:300], vocab_size=257)
-    text = STREAMS.format(tests=str(Path(__file__).parents[1]), directory=tmp_path)
-    one = write_program(tmp_path / "streams.py", text)
+    program, (_, one, _), two = one_and_two
     assert len(one) == 12
-    assert returned_by(tmp_path / "streams.py", 2, devices=4) == [one, one]
-    by_three = returned_by(tmp_path / "streams.py", 3, devices=1)
+    assert [streams for _, streams, _ in two] == [one, one]
+    by_three = [streams for _, streams, _ in returned_by(program, 3, devices=1)]
     assert len(by_three) == 3
     for name in ("shards", "mixture", "random windows"):
         digests = {
@@ -178,13 +178,8 @@ def test_two_and_three_processes_see_the_stream_of_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_score_hellaswag_as_one(tmp_path):
-    questions = write_questions_file(tmp_path / "questions.jsonl")
-    tests = str(Path(__file__).parents[1])
-    text = HELLASWAG.format(tests=tests, questions=str(questions))
-    one = write_program(tmp_path / "score.py", text)
-    both = returned_by(tmp_path / "score.py", 2, devices=4)
-    assert [count for count, _ in (one, *both)] == [1, 2, 2]
-    for name, expected in one[1].items():
-        np.testing.assert_allclose(both[0][1][name], expected, rtol=1e-5)
-    assert both[0] == both[1]
+def test_two_processes_score_hellaswag_as_one(one_and_two):
+    _, (*_, one), ((*_, first), (*_, second)) = one_and_two
+    for name, expected in one.items():
+        np.testing.assert_allclose(first[name], expected, rtol=1e-5)
+    assert first == second
