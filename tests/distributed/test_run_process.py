@@ -55,6 +55,20 @@ with RunProcess("maxmars train"):
     run_python("-c", program, code=75)
 
 
+def test_a_second_interrupt_ends_the_process_at_once():
+    program = """
+import os, signal, time
+from maxmars.distributed.run_process import RunProcess
+
+with RunProcess("maxmars train") as process:
+    process.started()
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(60)
+"""
+    run_python("-c", program, code=128 + signal.SIGINT)
+
+
 def test_a_program_that_trains_keeps_its_signals_until_the_run_has_started():
     received = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: received.append(number))
