@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 from refusals import stopped
-from running import finish, finish_well, start, train_here, wait_for_steps, write_config
+from running import finish, start, train_here, wait_for_steps, write_config
 from tiny import values_of
 from token_directories import write_shards
 
@@ -159,8 +159,7 @@ def test_a_killed_run_goes_on_on_another_mesh(folder, finished):
     finish(process)
     time.sleep(0.1)
     assert evaluations(folder / "killed").keys() < evaluations(finished).keys()
-    options = ["--mesh.fsdp", 2, "--mesh.data", 1]
-    finish_well([start(folder, "killed", *sets(folder), *options, devices=2)])
+    train_here(folder, "killed", *sets(folder), "--mesh.fsdp", 2)
     ours, theirs = evaluations(folder / "killed"), evaluations(finished)
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
