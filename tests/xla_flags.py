@@ -1,6 +1,6 @@
 """How XLA compiles for CPUs in the tests, where most programs run for less time than they compile.
 
-Users have none of these flags: `cli/test_train_every_optimizer.py` trains the default optimizers
+Users have none of these flags: `cli/test_train_every_optimizer.py` trains the default optimizer
 without them, and so do CI's quickstart and its run from the wheel.
 """
 

@@ -1,73 +1,102 @@
-"""`maxmars train` with every optimizer of configs/gpt2.py, on one device.
+"""`maxmars train` with every optimizer of configs/gpt2.py and some of optax: trained, continued.
 
-The defaults run as a user runs them, without the compiler flags of the tests, with which the others
-compile in half the time.
+The default runs as a user runs it, without the compiler flags of the tests, with which the others
+compile in half the time. On one device: on a mesh `tests/train/test_step.py` trains them, and
+`tests/train/test_evaluation_params.py` continues the one with the most kinds of state.
 """
 
-import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 
 import pytest
+from tiny import first_difference, values_of
 from xla_flags import xla_flags
 
 from maxmars.config.load import choices_of
 
-*OPTIMIZERS, _ = choices_of("gpt2")["optimizer"]  # the last stands for one of the user's own
-DEFAULT = ["mars", "mars_exact"]
-OTHERS = [name for name in OPTIMIZERS if name not in DEFAULT]
+*NAMES, _ = choices_of("gpt2")["optimizer"]  # the last stands for one of the user's own
+DEFAULT = "mars"
+EIGHT = "--optimizer.momentum-kernel.preset eight_ema --optimizer.momentum-kernel.switch-step 2"
+EIGHT += " --optimizer.momentum-kernel.end-step 5"
+# Those whose state has other arrays than that of their optimizer's defaults.
+OPTIONS = [
+    "adamw --optimizer.momentum-kernel.preset ademamix --optimizer.momentum-kernel.end-step 4",
+    f"muon {EIGHT}",
+    f"soap {EIGHT}",
+    f"mars {EIGHT}",
+    "mars --optimizer.amsgrad True",
+    "mars --optimizer.last-grad-dtype bfloat16",
+    "mars_lion --optimizer.exact True",
+    "mars_m --optimizer.exact True",
+]
+# `--NAME` is an option of the optimizer's own. The last two divide by the rate.
+OPTAX = [
+    "optax:adafactor --momentum 0.9 --weight-decay-rate None",
+    "optax:adamw --b2 0.95 --mu-dtype bfloat16",
+    "optax:lamb --weight-decay 0.1",
+    "optax:sgd --momentum 0.9 --nesterov True",
+    "optax.contrib:adopt",
+    "optax.contrib:schedule_free_adamw --warmup-steps 2",
+    "optax.contrib:dadapt_adamw",
+    "optax.contrib:prodigy",
+]
+OTHERS = [*(name for name in NAMES if name != DEFAULT), *OPTIONS]
+OTHERS += [words.replace("--", "--optimizer.options.") for words in OPTAX]
 # With a user's flags most of the time goes to compiling, and this model compiles fastest.
-TINY = """--num-steps 3 --global-batch-size 4 --num-microbatches 1 --schedule.warmup-steps 0
+TINY = """--num-steps 5 --global-batch-size 4 --num-microbatches 1 --schedule.warmup-steps 0
     --model.num-layers 1 --model.num-heads 2 --model.embed-dim 32 --model.compute-dtype float32
     --model.max-seq-len 16 --model.vocab-size 257 --eval.every None --log.every 1
-    --num-processes 1"""
+    --checkpoint.every 3 --num-processes 1"""
 # One process trains them all, one after the other; JAX is then too late to look for others.
 PROGRAM = """
-import sys
+import shlex, shutil, sys
 from maxmars.cli import main
 for line in sys.stdin:
     print("maxmars", line, flush=True)
-    main(line.split())
+    *words, name = shlex.split(line)
+    main([*words, f"{name}/whole"])
+    shutil.copytree(f"{name}/whole", f"{name}/continued")
+    shutil.rmtree(f"{name}/continued/checkpoints/5")  # as a kill leaves it
+    main([*words, f"{name}/continued"])
 """
 
 
 @pytest.mark.parametrize(
-    ("specs", "flags"),
+    ("optimizers", "flags"),
     [
-        pytest.param(
-            [f"gpt2:size=small,optimizer={name}" for name in DEFAULT],
-            {},
-            marks=pytest.mark.seconds,
-        ),
-        pytest.param(
-            [f"gpt2:size=small,optimizer={name}" for name in OTHERS],
-            {"XLA_FLAGS": xla_flags(1)},
-            marks=pytest.mark.slow,
-        ),
+        pytest.param([DEFAULT], {}, marks=pytest.mark.seconds, id="default"),
+        pytest.param(OTHERS, {"XLA_FLAGS": xla_flags(1)}, marks=pytest.mark.slow, id="others"),
     ],
-    ids=["default", "others"],
 )
-def test_three_steps(specs, flags, byte_tokens, tmp_path):
-    ours = ("JAX_", "XLA_", "MAXMARS_", "TF_")
+def test_it_trains_and_continues(optimizers, flags, byte_tokens, tmp_path):
+    ours = ("XLA_", "MAXMARS_", "TF_") if flags else ("JAX_", "XLA_", "MAXMARS_", "TF_")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
-    commands = [
-        f"train {spec} --data.path {byte_tokens} --workdir run{number} {' '.join(TINY.split())}\n"
-        for number, spec in enumerate(specs)
-    ]
+    commands = []
+    for number, words in enumerate(optimizers):
+        name, *options = words.split()
+        train = ["train", f"gpt2:size=small,optimizer={name}", "--data.path", str(byte_tokens)]
+        commands.append(shlex.join([*train, *TINY.split(), *options, "--workdir", str(number)]))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        input="".join(commands),
+        input="".join(f"{command}\n" for command in commands),
         cwd=tmp_path,
         env=environment | flags,
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    for number, spec in enumerate(specs):
-        lines = (tmp_path / f"run{number}" / "metrics.jsonl").read_text().splitlines()
-        rows = map(json.loads, lines)
-        losses = [row["train/loss"] for row in rows if "train/loss" in row]
-        assert len(losses) == 3, spec
-        assert all(map(math.isfinite, losses)), spec
+    assert done.stdout.count("continuing from step 3") == len(optimizers)
+    for number, words in enumerate(optimizers):
+        whole, continued = tmp_path / str(number) / "whole", tmp_path / str(number) / "continued"
+        losses = values_of(whole, "train/loss")
+        assert losses.keys() == {1, 2, 3, 4, 5}, words
+        assert all(map(math.isfinite, losses.values())), words
+        assert first_difference(whole, continued) is None, words
+        name, _, function = words.partition(" ")[0].partition(":")
+        if function:
+            log = (whole / "logs" / "host_000.log").read_text()
+            assert f"{name}:{function} gets the layers stacked" in log, words
+            assert losses[3] < losses[1] + 0.1, words

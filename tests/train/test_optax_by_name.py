@@ -1,6 +1,7 @@
-"""Optimizers of optax by name, `optax.contrib:adopt`: made, masked, trained, and refused."""
+"""Optimizers of optax by name, `optax.contrib:adopt`: made, masked, planned, and refused.
 
-import shutil
+`tests/cli/test_train_every_optimizer.py` trains them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,11 @@ import optax
 import optax.contrib
 import pytest
 from refusals import refused, stopped
-from tiny import MODEL, SOPHIA_FILE, first_difference, random_params
+from tiny import MODEL, SOPHIA_FILE, random_params
 
 from maxmars.cli import main
 from maxmars.config import AdamWConfig, ModuleConfig, OptaxConfig, load_config
 from maxmars.model.parameters import Parameters
-from maxmars.train.metrics import read_metrics
 from maxmars.train.optimizer import check_optimizer, make_optimizer
 
 PARAMETERS = Parameters(MODEL)
@@ -122,42 +122,6 @@ def test_options_are_the_defaults_of_the_package():
 SIZE = """--num-steps 4 --global-batch-size 8 --schedule.warmup-steps 1
     --model.num-layers 1 --model.num-heads 2 --model.embed-dim 16 --model.max-seq-len 16
     --model.scan-unroll 1 --eval.num-windows 8 --eval.batch-size 8"""
-
-
-# `--NAME` is an option of the optimizer's own. The last two divide by the rate.
-BY_COMMAND = [
-    "optax:adafactor --momentum 0.9 --weight-decay-rate None",
-    "optax:adamw --b2 0.95 --mu-dtype bfloat16",
-    "optax:lamb --weight-decay 0.1",
-    "optax:sgd --momentum 0.9 --nesterov True",
-    "optax.contrib:adopt",
-    "optax.contrib:schedule_free_adamw --warmup-steps 2",
-    "optax.contrib:dadapt_adamw",
-    "optax.contrib:prodigy",
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("words", BY_COMMAND)
-def test_it_trains_and_what_a_kill_leaves_goes_on(words, byte_tokens, tmp_path, capsys):
-    name, *own = words.replace("--", "--optimizer.options.").split()
-    if name in ("optax.contrib:dadapt_adamw", "optax.contrib:prodigy"):
-        own += ["--schedule.warmup-steps", "0"]
-    command = ["train", f"quickstart:data={byte_tokens},optimizer={name}", *SIZE.split(), *own]
-    command += ["--num-processes", "1", "--num-steps", "3", "--checkpoint.every", "2"]
-    command += ["--log.every", "1", "--eval.every", "None", "--workdir"]
-    main([*command, str(tmp_path / "whole")])
-    printed = capsys.readouterr().out
-    assert name in printed
-    assert "over all layers" in printed
-    losses = [row["train/loss"] for row in read_metrics(tmp_path / "whole") if "train/loss" in row]
-    assert len(losses) == 3
-    assert losses[2] < losses[0] + 0.1
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "3")
-    main([*command, str(tmp_path / "killed")])
-    assert "continuing from step 2" in capsys.readouterr().out
-    assert first_difference(tmp_path / "whole", tmp_path / "killed") is None
 
 
 def test_it_is_refused_in_a_line(byte_tokens, tmp_path):
