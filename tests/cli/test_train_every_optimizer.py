@@ -2,7 +2,7 @@
 
 The default runs as a user runs it, without the compiler flags of the tests, with which the others
 compile in half the time. On one device: on a mesh `tests/train/test_step.py` trains them, and
-`tests/train/test_evaluation_params.py` continues the one with the most kinds of state.
+`tests/train/test_evaluation_params.py` replays steps of the one with the most kinds of state.
 """
 
 import math
