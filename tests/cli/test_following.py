@@ -5,7 +5,7 @@ import shlex
 import numpy as np
 import pytest
 from refusals import stopped
-from test_commands import ALONE, TINY
+from test_commands import ALONE
 from token_directories import write_llm_c, write_nanogpt
 
 from maxmars.cli import main
@@ -33,7 +33,9 @@ def characters(tmp_path):
     return directory
 
 
-SHORT = [*TINY.split(), "--num-steps", "1", *ALONE]
+SHORT = """--num-steps 1 --global-batch-size 8 --model.num-layers 1 --model.num-heads 2
+    --model.embed-dim 32 --model.max-seq-len 32 --model.scan-unroll 1 --eval.every None
+    --num-processes 1"""
 
 
 @pytest.mark.seconds
@@ -49,7 +51,7 @@ def test_nanogpts_characters_are_trained_on_and_generated(characters, tmp_path, 
             main([*map(str, words), *(ALONE if words[0] == "train" else ())])
     # Bare ids train, and no command is named that needs their text.
     bare = ["train", f"quickstart:data={characters}", "--data.vocab-size", "65", "--workdir"]
-    report = following(capsys, *bare, tmp_path / "bare", *SHORT, "--model.vocab-size", "65")
+    report = following(capsys, *bare, tmp_path / "bare", *SHORT.split(), "--model.vocab-size", "65")
     main(report)
     # The five lines of tools/examples/your_own_text.md.
     ids = {character: i for i, character in enumerate(sorted(set(TEXT)))}
@@ -60,7 +62,7 @@ def test_nanogpts_characters_are_trained_on_and_generated(characters, tmp_path, 
     capsys.readouterr()
     train = following(capsys, "data", "inspect", characters)
     assert "--model.vocab-size" not in train
-    generate = following(capsys, *train, "--workdir", tmp_path / "run", *SHORT)
+    generate = following(capsys, *train, "--workdir", tmp_path / "run", *SHORT.split())
     main([*generate, "--max-new-tokens", "3"])
     assert capsys.readouterr().out.startswith("Once")
 

@@ -26,7 +26,7 @@ from maxmars.model.parameters import Parameters, init_params
 from maxmars.train.step import mean_loss_and_grads
 
 BYTES = GPT2Config(
-    num_layers=2,
+    num_layers=1,
     num_heads=2,
     embed_dim=64,
     max_seq_len=64,
@@ -120,7 +120,7 @@ def test_a_gradient_in_bfloat16_is_the_mean_of_many_microbatches(data):
 @pytest.mark.slow
 @pytest.mark.parametrize("file", ["tools/examples/own_model.py", "tools/examples/track3/model.py"])
 def test_the_models_to_copy_from_keep_theirs(file):
-    options = {"num_layers": 2, "num_heads": 2, "embed_dim": 64}
+    options = {"num_layers": 1, "num_heads": 2, "embed_dim": 64}
 
     def gradients_in(dtype, mesh):
         make = f"{ROOT / file}:make"
