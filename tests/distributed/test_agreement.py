@@ -18,7 +18,11 @@ from maxmars.distributed.exits import OWN_ERROR
 pytestmark = pytest.mark.multiprocess
 
 CONFIG = """
+    num_steps=2,
+    num_microbatches=1,
+    model=dataclasses.replace(MODEL, num_layers=1),
     eval=EvalConfig(every=None),
+    checkpoint=CheckpointConfig(every=None),
     optimizer=OptaxConfig(make="own.py:make", learning_rate=1e-3),
 """
 OWN = """

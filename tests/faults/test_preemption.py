@@ -109,7 +109,7 @@ def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(folde
         assert (step, "eval/loss") not in records(workdir)
 
     train_here(folder, "evaluating", *steps, "1", "--eval.every", "None")
-    stop_while_evaluating(2, signal.SIGHUP, lambda: (2, "train/loss") in records(workdir))
+    stop_while_evaluating(2, signal.SIGUSR1, lambda: (2, "train/loss") in records(workdir))
     train_here(folder, "evaluating", *steps, "3", "--eval.every", "2")
     assert (2, "eval/loss") in records(workdir)
     # The last step is saved before its evaluation: a kill in that loses no step.
