@@ -143,6 +143,7 @@ def test_a_result_survives_its_file(comparison, tmp_path):
     assert read_rows(comparison, tmp_path) == {LION: result}
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_missing_trials_are_run_and_finished_ones_kept(compare_command, kept, comparison, capsys):
     """Its runs are gone, and rows are damaged. The larger budget extends its grids."""
     before = read_rows(comparison, kept)
@@ -212,6 +213,7 @@ def make(learning_rate, *, matrix_specs, mesh, damping):
 LARGEST = """
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_an_optimizer_of_the_users_own(compare_command, tmp_path, capsys):
     """A search goes beyond what it takes, of which only its function knows; such a value counts as
     diverged. Its code is kept, and must be the same when a result is repeated."""
@@ -248,7 +250,7 @@ def test_an_optimizer_of_the_users_own(compare_command, tmp_path, capsys):
     assert not (tmp_path / "nothing").exists()
 
 
-def test_comparisons_and_runs_in_one_report(compared, kept, tmp_path, capsys):
+def test_comparisons_and_runs_in_one_report(compared, kept, tmp_path, capsys, request):
     """Several comparisons, of rows alone, have a column."""
     for name, width in (("a-large", 32), ("small", 16)):
         shutil.copytree(kept, tmp_path / name)
@@ -281,6 +283,7 @@ def test_comparisons_and_runs_in_one_report(compared, kept, tmp_path, capsys):
     assert rows == [f"{compared.name}: adamw", f"{compared.name}: lion", "one (1 seed)"]
 
     # Two runs of the comparison are named with their contenders.
+    request.getfixturevalue("without_figures")
     trials = [LION, dataclasses.replace(LION, contender="adamw")]
     trials = [str(trial.directory(compared)) for trial in trials]
     cli.main(["report", *trials, "--out", str(tmp_path / "cells")])
