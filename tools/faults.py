@@ -126,7 +126,7 @@ def on_cpus(devices: int, cache: Path) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": flags,
         "JAX_COMPILATION_CACHE_DIR": str(cache / "jax_cache"),
-        "JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": str(ROOT),
     }
@@ -341,7 +341,7 @@ class Lives:
                     place = self.another(place)
                 if not self.endings:  # each as often as the others
                     self.endings = self.chance.sample(ENDINGS, len(ENDINGS))
-                life = Life(run, optimizer, place, slow=number % 2 == 1)
+                life = Life(run, optimizer, place, slow=number % 2 == 0)
                 self.life(life, self.endings.pop())
         last = max(step for run in (fixed, moved) for step, _ in series(run))
         steps = (last // EVERY + 2) * EVERY
