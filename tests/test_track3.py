@@ -148,6 +148,7 @@ def test_an_entry_is_made_and_verified(tmp_path, capsys):
     words = ["--optimizers", "muonh", "--data.path", str(tokens), "--workdir", str(workdir)]
     cli.main(["compare", f"{TRACK3}:start=nonzero", *TINY.split(), *words])
     assert {path.name for path in (workdir / "sources").rglob("*.py")} == {"track3.py", "model.py"}
+    assert "parameters" in (workdir / "report.md").read_text()
     cli.main(["compare", "verify", str(workdir), "--data", str(tokens)])
     assert "muonh, seed 0: confirmed, same digest" in capsys.readouterr().out
     cli.main(["report", str(workdir), "--out", str(tmp_path / "entry")])

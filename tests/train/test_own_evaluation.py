@@ -46,6 +46,9 @@ def spoken(trained):
     texts = generate_texts(trained, ["a", "b"], max_new_tokens=3)
     return {"letters": len(texts), "none": jnp.nan, "in $": 1}
 
+def said(trained):
+    return {"texts": 2, "none": jnp.nan, "in $": 1}
+
 def seen(trained):
     # The newest checkpoint that a kill within the evaluation would leave.
     time.sleep(1.0)  # it is written in the background
@@ -131,8 +134,6 @@ def test_its_numbers_are_those_of_eval_and_it_may_be_changed_or_added_to(folder,
     train("run", "--eval.own", "mine.py:rhyme", "mine.py:spoken")
     spoken = {(6, f"eval/spoken/{n}"): v for n, v in other["own"]["spoken"].items()}
     assert scores(folder / "run") == before | spoken
-    renamed = changed.replace('"letters"', '"texts"').replace("def spoken", "def said")
-    (folder / "mine.py").write_text(renamed)
     train("run", "--eval.own", "mine.py:said")
     said = {(6, "eval/said/texts"): 2, (6, "eval/said/none"): "NaN", (6, "eval/said/in $"): 1}
     assert scores(folder / "run") == before | spoken | said

@@ -290,17 +290,6 @@ def test_a_plan_for_a_tpu(tmp_path):
     assert "all-to-all" in {row.op for row in plan.collectives}
 
 
-@pytest.mark.slow
-def test_two_optimizers_are_compared_on_it(tmp_path, byte_tokens):
-    options = """--optimizers adamw mars --learning-rates 1e-3 --budget 1 --seeds 1
-        --num-steps 1 --global-batch-size 8 --model.options.num-layers 1
-        --model.options.embed-dim 32 --model.max-seq-len 16 --eval.num-windows 16"""
-    workdir = tmp_path / "compared"
-    command = ["compare", f"{EXAMPLE}:data={byte_tokens}", "--workdir", str(workdir)]
-    main([*command, *options.split()])
-    assert "parameters" in (workdir / "report.md").read_text()
-
-
 # --- parameters -----------------------------------------------------------------------------------
 
 

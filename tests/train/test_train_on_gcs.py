@@ -21,6 +21,7 @@ from running import (
     wait_until,
     write_config,
 )
+from xla_flags import xla_flags
 
 pytestmark = [
     pytest.mark.skipif(
@@ -38,7 +39,7 @@ sys.path.insert(0, sys.argv[2])
 from maxmars.distributed import sharding
 from maxmars.checkpoint import list_steps, read
 from maxmars.cli import main
-from maxmars.config import MeshConfig, ModuleConfig, ScheduleConfig
+from maxmars.config import EvalConfig, MeshConfig, ModuleConfig, ScheduleConfig
 from maxmars.train import train
 from maxmars.eval import load
 from tiny import short_config
@@ -56,7 +57,8 @@ model = load(f"{bucket}/checkpoints/3", mesh=sharding.make_mesh(MeshConfig()))
 source = folder / "own_model.py"
 source.write_text(pathlib.Path(sys.argv[2], "../tools/examples/own_model.py").read_text())
 own = ModuleConfig(make=f"{source}:make", options={"num_layers": 1}, vocab_size=257, max_seq_len=16)
-train(dataclasses.replace(two, model=own), "gs://bucket/runs/own")
+never = EvalConfig(every=None)
+train(dataclasses.replace(two, model=own, num_steps=1, eval=never), "gs://bucket/runs/own")
 source.unlink()  # the bucket has it
 width = load("gs://bucket/runs/own").model(np.zeros((1, 3), int)).shape[-1]
 main(["audit", bucket, "--replay", "1"])
@@ -81,7 +83,8 @@ def records(text):
 
 def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
     with fake_gcs.serve() as server:
-        done = run_python("-c", RUNS, tmp_path, TESTS, environment=server.environment)
+        environment = server.environment | {"XLA_FLAGS": xla_flags(2)}
+        done = run_python("-c", RUNS, tmp_path, TESTS, environment=environment)
     assert "continuing from step 2" in done.stdout
     assert "steps 4 to 4, computed again: the same digest" in done.stdout
     assert json.loads(done.stdout.splitlines()[-1]) == [True, [1, 2, 3, 4], "tiny, step 3", 384]
