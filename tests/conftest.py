@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -124,6 +125,12 @@ def own_checks_only():
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@pytest.fixture
+def without_figures(monkeypatch):
+    """Reports without figures, whose drawing takes longer than a tiny run."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # Python's way to say: not installed
 
 
 @pytest.fixture(scope="session")

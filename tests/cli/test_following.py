@@ -39,6 +39,7 @@ SHORT = """--num-steps 1 --global-batch-size 8 --model.num-layers 1 --model.num-
 
 
 @pytest.mark.seconds
+@pytest.mark.usefixtures("without_figures")
 def test_nanogpts_characters_are_trained_on_and_generated(characters, tmp_path, capsys):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -93,12 +92,6 @@ def comparison(compared) -> Comparison:
 def kept(compared, tmp_path) -> Path:
     """A copy of what of that comparison is kept, to write into."""
     return copy_rows(compared, tmp_path / "kept")
-
-
-@pytest.fixture
-def without_figures(monkeypatch):
-    """Reports without figures, whose drawing takes longer than a tiny trial."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # Python's way to say: not installed
 
 
 @pytest.fixture(scope="session")

@@ -54,6 +54,7 @@ def test_tokens_without_a_vocabulary_do_not_wait_for_a_network(monkeypatch):
 
 
 @pytest.mark.seconds
+@pytest.mark.usefixtures("without_figures")
 def test_they_are_a_plain_count_over_the_decoded_text(tmp_path, capsys):
     """In the metrics of training on eight devices, its summary, the report and the model card, and
     in `eval` on other devices."""
