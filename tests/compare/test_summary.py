@@ -75,6 +75,7 @@ def test_the_data_speed_up_pairs_the_runs_of_a_seed(tmp_path):
     assert a.speed_up.mean == pytest.approx(1 / gain.mean)
 
 
+@pytest.mark.usefixtures("without_figures")
 def test_the_time_speed_up_counts_the_dearer_step(tmp_path, capsys):
     write(tmp_path, {"a": (3.0,), "b": (2.0,), "c": (4.5,)}, num_seeds=1, with_curves=True)
     write_row(made_up("b", 0, 2.0, step_time_s=0.2), tmp_path)
