@@ -1,10 +1,9 @@
 """Three processes of one run: an odd number, which divides no power of two.
 
-One is killed, another one hangs; all together and fewer continue what they saved.
+One is killed, another one hangs; all together, then two of them, continue what was saved.
 """
 
 import json
-import shutil
 import signal
 
 import pytest
@@ -15,26 +14,24 @@ from running import (
     records,
     start_together,
     train_here,
-    wait_for_steps,
     wait_until,
     write_config,
 )
-from tiny import audited, first_difference
+from tiny import audited, series
 
 from maxmars.checkpoint import list_steps, read
 from maxmars.distributed.exits import EXIT_CODE
-from maxmars.train.rewind import rewind
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 CONFIG = """
-    num_steps=24,
+    num_steps=48,
     global_batch_size=24,
     num_microbatches=1,
     model=dataclasses.replace(MODEL, num_layers=1, embed_dim=48),
-    eval=EvalConfig(every=8, num_windows=20, batch_size=12),
-    schedule=ScheduleConfig(warmup_steps=2, decay_steps=24),
-    checkpoint=CheckpointConfig(every=4, keep_last=9),
+    eval=EvalConfig(every=48, num_windows=20, batch_size=12),
+    schedule=ScheduleConfig(warmup_steps=2, decay_steps=48),
+    checkpoint=CheckpointConfig(every=12, keep_last=9),
     hang_timeout_s=10.0,
 """
 # Python tells the hook of every file and directory that it opens.
@@ -51,7 +48,7 @@ def write():
     index = sys.argv[sys.argv.index("--process-id") + 1]
     Path(__file__).with_name(f"opened_{index}.json").write_text(json.dumps(OPENED))
 
-if "--process-id" in sys.argv and any(word.endswith("by_two") for word in sys.argv):
+if "--num-processes 2" in " ".join(sys.argv):
     sys.addaudithook(note)
     atexit.register(write)
 """
@@ -59,58 +56,43 @@ LOST = " of 3 has lost another process of the run"
 SHARDED = ("--mesh.fsdp", "3")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = write_config(tmp_path_factory.mktemp("three"), CONFIG)
-    with (folder / "config.py").open("a") as file:
+def ends(processes):
+    """The last words of each process, and its whole output."""
+    found = []
+    for process in processes:
+        code, output = finish(process)
+        assert code == EXIT_CODE, output
+        (line,) = [line for line in output.splitlines() if line.startswith("maxmars: ")]
+        assert f"Exit code {EXIT_CODE}: the same command, in every process" in line
+        found.append((line, output))
+    return found
+
+
+def test_after_a_kill_three_go_on_bit_by_bit_and_after_a_hang_two_end_the_run(tmp_path):
+    folder, workdir, undisturbed = tmp_path, tmp_path / "run", tmp_path / "undisturbed"
+    with (write_config(folder, CONFIG) / "config.py").open("a") as file:
         file.write(HOOK)
-    return folder
+    train_here(folder, "undisturbed")
 
+    def newest():
+        return max(list_steps(workdir / "checkpoints"), default=0)
 
-@pytest.fixture(scope="module")
-def undisturbed(folder):
-    """The workdir of three processes that each hold a third of the state."""
-    finish_well(start_together(folder, "undisturbed", 3, *SHARDED))
-    return folder / "undisturbed"
+    def is_past_a_checkpoint():
+        return newest() and (newest() + 3, "train/loss") in records(workdir)
 
-
-def test_three_train_as_one(folder, undisturbed):
-    train_here(folder, "one")
-    assert_same_losses(undisturbed, folder / "one")
-    assert len(records(undisturbed)) == 24 + 4
-    ours, expected = (read(run / "checkpoints") for run in (undisturbed, folder / "one"))
-    assert ours.data_position == expected.data_position == 24 * 24
-    assert ours.data_digest == expected.data_digest
-    assert ours.environment["num_processes"] == 3
-
-
-def test_after_a_kill_and_a_hang_all_three_continue_bit_by_bit(folder, undisturbed):
-    workdir = folder / "run"
-
-    def start_three():
-        return start_together(folder, "run", 3, *SHARDED)
-
-    def ends(processes):
-        """The last words of each process, and its whole output."""
-        found = []
-        for process in processes:
-            code, output = finish(process)
-            assert code == EXIT_CODE, output
-            (line,) = [line for line in output.splitlines() if line.startswith("maxmars: ")]
-            assert f"Exit code {EXIT_CODE}: the same command, in every process" in line
-            found.append((line, output))
-        return found
-
-    *others, victim = start_three()
-    wait_until(lambda: list_steps(workdir / "checkpoints"), victim)
+    *others, victim = start_together(folder, "run", 3, *SHARDED)
+    wait_until(is_past_a_checkpoint, victim)
     victim.kill()
     assert all(LOST in line for line, _ in ends(others))
     finish(victim)
-    saved = max(list_steps(workdir / "checkpoints"))
-    begun = (workdir / "metrics.jsonl").stat().st_ino  # each start writes the file anew
-    *others, victim = start_three()
-    wait_until(lambda: (workdir / "metrics.jsonl").stat().st_ino != begun, others[0])
-    wait_for_steps(workdir, saved + 2, others[0])
+
+    killed_after, before = newest(), series(workdir)
+    last = max(step for step, _ in before)
+    assert last > killed_after
+    *others, victim = start_together(folder, "run", 3, *SHARDED)
+    wait_until(
+        lambda: newest() > killed_after and (last, "train/loss") in records(workdir), others[0]
+    )
     victim.send_signal(signal.SIGSTOP)
     found = ends(others)
     hanging = [output for line, output in found if " of 3 hangs: " in line]
@@ -120,32 +102,34 @@ def test_after_a_kill_and_a_hang_all_three_continue_bit_by_bit(folder, undisturb
     assert len(hanging) + sum(LOST in line for line, _ in found) == 2
     victim.kill()
     finish(victim)
-    finish_well(start_three())
-    assert first_difference(undisturbed, workdir) is None
+    # The steps after the checkpoint, made again, are the same.
+    assert series(workdir).items() >= before.items()
 
-
-def test_what_three_have_saved_two_continue_and_process_0_reads_for_both(folder, undisturbed):
-    run = folder / "by_two"
-    shutil.copytree(undisturbed, run)
-    rewind(run, 8)
-    finish_well(start_together(folder, run.name, 2))
-    assert_same_losses(undisturbed, run)
-    found = audited(run)
+    hung_after = newest()
+    assert read(workdir / "checkpoints").environment["num_processes"] == 3
+    finish_well(start_together(folder, "run", 2))
+    assert_same_losses(undisturbed, workdir)
+    assert len(records(workdir)) == 48 + 2
+    by_two, alone = (read(run / "checkpoints") for run in (workdir, undisturbed))
+    assert by_two.data_position == alone.data_position == 48 * 24
+    assert by_two.data_digest == alone.data_digest
+    found = audited(workdir)
     assert found.verdict == "one trajectory up to rounding"
-    assert "num_processes 3 -> 2" in found.changes[0]
+    assert any("num_processes 3 -> 2" in change for change in found.changes)
 
+    # Process 0 read for both.
     first, second = (  # relative to the working directory
         [
-            path[len(f"{run}/") :]
+            path[len(f"{workdir}/") :]
             for path in json.loads(file.read_text())
-            if path.startswith(str(run))
+            if path.startswith(str(workdir))
         ]
         for file in (folder / f"opened_{i}.json" for i in range(2))
     )
-    assert "checkpoints/8/meta/data.json" in first
+    assert f"checkpoints/{hung_after}/meta/data.json" in first
     assert [path for path in second if path.startswith("checkpoints/") and "meta/" in path] == []
     # Neither what the first process wrote of its own arrays, nor the older checkpoints.
     assert not any(path.endswith("array_metadatas/process_0") for path in second)
-    assert not any(path.startswith("checkpoints/4") for path in second)
+    assert not any(path.startswith(f"checkpoints/{killed_after}") for path in second)
     assert second.count("checkpoints") <= 3 < first.count("checkpoints")  # Orbax lists it
     assert {path for path in second if path.startswith("logs/")} == {"logs/host_001.log"}
