@@ -25,6 +25,7 @@ from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import read_journal, session_starts
 from maxmars.compare.summary import summarize
 from maxmars.compare.trials import Trial, describe_setting, read_rows, write_row
+from maxmars.config import MeshConfig, to_dict
 from maxmars.train import train
 
 pytestmark = pytest.mark.seconds
@@ -134,6 +135,18 @@ def test_a_run_is_repeated_bit_by_bit(compared, tmp_path, capsys):
     assert "equal bit by bit" in printed
     assert "changed since" not in printed
     assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_on_another_mesh_rounding_may_differ(kept, capsys):
+    before = {"jax": "0.1", "num_cores": 999}
+    change_rows(kept, lambda row: row | {"environment": row["environment"] | before})
+    mesh = {"mesh": to_dict(MeshConfig(fsdp=4))}
+    change_comparison(kept, lambda fields: fields["configs"]["lion"].update(mesh))
+    cli.main(["compare", "verify", str(kept), "--contender", "lion"])
+    printed = capsys.readouterr().out
+    assert "seed 0: confirmed, " in printed
+    assert printed.startswith("changed since: jax 0.1 -> ")
+    assert "num_cores 999 -> " in printed
 
 
 def test_a_result_survives_its_file(comparison, tmp_path):
