@@ -104,7 +104,7 @@ def losses_made_up(rng, gains, fields, noise, **options):
 def test_planted_differences_are_detected():
     rng = np.random.default_rng(1)
     p_values = []
-    for _ in range(15):
+    for _ in range(30):
         baseline, *others = losses_made_up(
             rng, (0.0, 0.05, -0.05), ["learning_rate"], noise=0.004, budget=6
         )
@@ -121,7 +121,7 @@ def test_two_searches_over_several_fields_rarely_tell_identical_optimizers_apart
         paired_test(
             *losses_made_up(rng, (0, 0), OPTIMA, noise=0.008, num_seeds=5, budget=80, confirm=3)
         ).p
-        for _ in range(30)
+        for _ in range(60)
     ]
     # 0.067 of 300; where a budget of 28 ends all searches, 0.28 of them are told apart.
     assert np.mean([p < 0.05 for p in p_values]) < 0.12
