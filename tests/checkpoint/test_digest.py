@@ -22,6 +22,8 @@ from maxmars.checkpoint.digest import (
 )
 from maxmars.plan.collectives import collectives, total_bytes
 
+pytestmark = pytest.mark.smoke
+
 
 def reference(x):
     """The formula of the module's docstring in plain numpy, with 64-bit integers cut to 32."""

@@ -12,6 +12,8 @@ from refusals import refused
 
 from maxmars.checkpoint.lock import FileLock, acquire
 
+pytestmark = pytest.mark.smoke
+
 
 def test_a_directory_that_is_gone_or_another_one_is_noticed(tmp_path):
     path = epath.Path(tmp_path) / "run"

@@ -39,6 +39,8 @@ from maxmars.checkpoint import (
 )
 from maxmars.checkpoint.digest import digest
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_earlier_tests_left_is_not_collected():

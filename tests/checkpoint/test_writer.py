@@ -26,6 +26,8 @@ from maxmars.checkpoint import Checkpointer, list_steps, load, read
 from maxmars.checkpoint.writer import Retention, SaveTimer
 from maxmars.config import CheckpointConfig
 
+pytestmark = pytest.mark.smoke
+
 ROUND_TRIPS = [
     # Sizes of data, fsdp and tensor, and what cuts the last two axes, before and after.
     (PARTITION, (2, 2, 2), ("fsdp", "tensor"), (1, 8, 1), (None, ("data", "fsdp"))),

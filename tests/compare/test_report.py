@@ -20,6 +20,8 @@ from maxmars.compare.summary import TriedSetting
 from maxmars.compare.tables import print_table
 from maxmars.config import to_dict
 
+pytestmark = pytest.mark.smoke
+
 
 def write_run(path, losses, key="eval/loss", **changes):
     """The working directory of a run, as far as a report reads it."""

@@ -12,6 +12,8 @@ from maxmars.compare.search import Search, next_trials
 from maxmars.compare.trials import Trial
 from maxmars.config import AdamWConfig, MuonConfig, OptaxConfig, ScheduleConfig
 
+pytestmark = pytest.mark.smoke
+
 GRID = (1e-3, 2e-3, 4e-3, 8e-3)
 CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=2e-3, b1=0.9, weight_decay=0.1))
 

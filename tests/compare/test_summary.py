@@ -18,6 +18,8 @@ from maxmars.compare.summary import summarize
 from maxmars.compare.trials import Trial, open_comparison, write_row
 from maxmars.config import AdamWConfig, OptaxConfig
 
+pytestmark = pytest.mark.smoke
+
 CONFIG = tiny_config(optimizer=AdamWConfig(learning_rate=1e-3))
 LOSSES = {"a": (3.0, 3.1, 2.9), "b": (2.0, 2.2, 2.1), "c": (2.5, 2.8, 2.2)}
 

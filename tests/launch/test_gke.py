@@ -18,6 +18,8 @@ from fake_cloud import launch, put_on_path, with_options
 
 from maxmars.launch import wheel
 
+pytestmark = pytest.mark.smoke
+
 CONFIG = str(Path(__file__).with_name("large_batch.py"))
 START = ["gke", CONFIG, "--name", "run1", "--workdir", "/mnt/run1"]
 TPU = [*START, "--topology", "v5p:4x4x4"]

@@ -19,6 +19,8 @@ from maxmars.launch.gke import GkeOptions
 from maxmars.launch.job import pack
 from maxmars.launch.tpu_vm import TpuOptions
 
+pytestmark = pytest.mark.smoke
+
 CONFIG = "def get_config():\n    pass\n"
 
 

@@ -14,6 +14,8 @@ from maxmars.config import load_config
 from maxmars.config.user_code import sources_in
 from maxmars.launch import wheel
 
+pytestmark = pytest.mark.smoke
+
 CONFIG = str(Path(__file__).parents[2] / "configs" / "quickstart.py")
 
 SBATCH = '#!/bin/bash\nprintf "%s\\n" "$*" >>"$FAKE_CLOUD/calls"\n'

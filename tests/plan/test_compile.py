@@ -15,6 +15,8 @@ from maxmars.plan import get_topology, make_plan
 from maxmars.plan.compile import matmul_flops, optimizer_state_bytes
 from maxmars.train.step import abstract_train_state, make_train_step
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.mark.seconds
 @pytest.mark.parametrize("name", ["shampoo", pytest.param("average", marks=pytest.mark.slow)])

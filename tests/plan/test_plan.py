@@ -20,6 +20,8 @@ from maxmars.plan.plan import print_plan
 from maxmars.train.resolve import resolve_config
 from maxmars.train.step import abstract_train_state, make_train_step
 
+pytestmark = pytest.mark.smoke
+
 BUDGETS = Path(__file__).with_name("traffic_cpu.json")
 MB = 10**6
 NAMES = ["shampoo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "mars"))]

@@ -29,6 +29,8 @@ from maxmars.plan.clock import (
     step_clock,
 )
 
+pytestmark = pytest.mark.smoke
+
 V5E, H100 = CHIPS["v5e"], CHIPS["h100"]
 
 
