@@ -1,8 +1,8 @@
 """`maxmars train` with every optimizer of configs/gpt2.py and some of optax: trained, continued.
 
 The default runs as a user runs it, without the compiler flags of the tests, with which the others
-compile in half the time. On one device: on a mesh `tests/train/test_step.py` trains them, and
-`tests/train/test_evaluation_params.py` replays steps of the one with the most kinds of state.
+compile in half the time. On one device, but for those of whole matrices, whose state lies with the
+matrices' owners; `tests/train/test_step.py` trains all on meshes.
 """
 
 import math
@@ -45,6 +45,7 @@ OPTAX = [
 ]
 OTHERS = [*(name for name in NAMES if name != DEFAULT), *OPTIONS]
 OTHERS += [words.replace("--", "--optimizer.options.") for words in OPTAX]
+OWNERS = [f"{name} --mesh.data 2 --mesh.fsdp 2" for name in ("mars_shampoo", "muon", "soap")]
 # With a user's flags most of the time goes to compiling, and this model compiles fastest.
 TINY = """--num-steps 5 --global-batch-size 4 --num-microbatches 1 --schedule.warmup-steps 0
     --model.num-layers 1 --model.num-heads 2 --model.embed-dim 32 --model.compute-dtype float32
@@ -69,6 +70,7 @@ for line in sys.stdin:
     [
         pytest.param([DEFAULT], {}, marks=pytest.mark.seconds, id="default"),
         pytest.param(OTHERS, {"XLA_FLAGS": xla_flags(1)}, marks=pytest.mark.slow, id="others"),
+        pytest.param(OWNERS, {"XLA_FLAGS": xla_flags(4)}, marks=pytest.mark.slow, id="owners"),
     ],
 )
 def test_it_trains_and_continues(optimizers, flags, byte_tokens, tmp_path):
