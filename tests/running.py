@@ -78,10 +78,10 @@ def exit_code(*words):
     return 0
 
 
-def start(folder, name, *arguments, devices=2):
+def start(folder, name, *arguments, devices=2, variables=None):
     """`maxmars train` of `<folder>/config.py` in `<folder>/<name>`."""
     command = ["-m", "maxmars", "train", folder / "config.py", "--workdir", folder / name]
-    return start_python(folder, *command, *arguments, devices=devices)
+    return start_python(folder, *command, *arguments, devices=devices, variables=variables)
 
 
 def train_here(folder, name, *arguments):
@@ -92,10 +92,14 @@ def train_here(folder, name, *arguments):
         main([*map(str, [*words, *arguments])])
 
 
-def start_together(folder, name, count, *arguments, devices=1):
-    """So many processes of one run, with so many devices each."""
+def start_together(folder, name, count, *arguments, of_each=(), **options):
+    """So many processes of one run, with a device each; `of_each` are arguments of theirs alone."""
     shared = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", count, "--process-id"]
-    return [start(folder, name, *arguments, *shared, i, devices=devices) for i in range(count)]
+    own = [*of_each] or [[]] * count
+    return [
+        start(folder, name, *arguments, *own[i], *shared, i, **{"devices": 1} | options)
+        for i in range(count)
+    ]
 
 
 def start_two(folder, name, *arguments):

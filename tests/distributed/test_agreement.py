@@ -4,12 +4,14 @@ Of data they may have copies, which each of them compares with the checksums.
 """
 
 import os
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
-from running import finish, finish_well, free_port, hashed_files, start_python, write_config
+from damage import flip
+from running import finish, free_port, start_python, write_config
 from token_directories import write_shards
 
 import maxmars
@@ -115,28 +117,16 @@ def test_processes_that_differ_are_told_before_the_first_step(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_each_process_hashes_a_copy_of_its_own(tmp_path):
-    """Where both see the same files, they divide them: test_multiprocess.py."""
-    config = write_run(tmp_path / "run", write_tokens(tmp_path / "tokens", seed=0)) / "config.py"
-    names = {path.name for path in (tmp_path / "tokens").glob("*.bin")}
-    places = [tmp_path / "tokens", tmp_path / "copy"]
-    shutil.copytree(*places)  # with the times of the files
-    options = [
-        ["--data.path", str(place), "--eval.every", "4", "--eval.data", f"mine={place}"]
-        for place in places
-    ]
-    finish_well(start_both(tmp_path, *(({}, [str(config), *words]) for words in options)))
-    assert hashed_files(tmp_path / "workdir", 2) == [names, names]
-
-
-@pytest.mark.slow
-def test_a_damaged_copy_of_one_process_stops_both(tmp_path):
+def test_damage_that_one_process_finds_in_its_copy_stops_both(tmp_path):
+    """In the middle of a run. Sound copies: tests/train/test_two_processes.py; where both see the
+    same files, they divide them: test_multiprocess.py."""
     config = write_run(tmp_path / "run", write_tokens(tmp_path / "tokens", seed=0)) / "config.py"
     shutil.copytree(tmp_path / "tokens", tmp_path / "copy")
-    for path in (tmp_path / "copy").glob("*.bin"):
-        path.write_bytes(bytes(path.stat().st_size))
-    words = [str(config), "--data.path", str(tmp_path / "copy")]
-    for process in start_both(tmp_path, ({}, [str(config)]), ({}, words)):
+    flip(tmp_path / "copy" / "train_00001.bin", 7)
+    words = [str(config), "--num-steps", "100000"]
+    copy = ["--data.path", str(tmp_path / "copy")]
+    for process in start_both(tmp_path, ({}, words), ({}, [*words, *copy])):
         code, output = finish(process)
         assert code == OWN_ERROR, output
-        assert "checksum" in output
+        assert re.search(r"error: the file of tokens .*/train_00001\.bin does not match", output)
+        assert "Traceback" not in output

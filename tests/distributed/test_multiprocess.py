@@ -3,7 +3,6 @@
 import json
 import runpy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from running import (
     train_here,
     write_config,
 )
-from tiny import audited
+from tiny import audited, values_of
 from token_directories import write_shards
 
 pytestmark = pytest.mark.multiprocess
@@ -33,9 +32,18 @@ CONFIG = """
     eval=EvalConfig(every=2, num_windows=20, batch_size=16),
 """
 
+OWN = """
+import jax
+from maxmars.eval.generate import generate_texts
 
+def guess(trained):
+    logits = trained.logits(trained.tokenizer.encode("def f")[None])
+    texts = generate_texts(trained, ["a", "b"], max_new_tokens=3)
+    entropy = -(jax.nn.softmax(logits) * jax.nn.log_softmax(logits)).sum(-1).mean()
+    return {"texts": len(texts), "entropy": entropy}
+"""
 # Of each process: the digests of the global training stream, and of the validation windows, on
-# several meshes; of eight devices also HellaSwag's log-likelihoods by both protocols.
+# several meshes; and HellaSwag's log-likelihoods by both protocols.
 PROGRAM = """
 import hashlib, json, sys
 sys.path.insert(0, {tests!r})
@@ -52,15 +60,12 @@ from maxmars.model.parameters import Parameters, init_params
 from tiny import MODEL, tiny_config, validation_batches
 
 EVAL = EvalConfig(num_windows=11, batch_size=24)
-MESHES = {{
-    8: ((1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 4, 1)),
-    3: ((1, 1, 3), (1, 3, 1), (3, 1, 1)),
-}}
+MESHES = ((1, 1, 8), (2, 1, 4), (1, 4, 2), (2, 4, 1))
 parts = tuple(MixturePart(path=f"{directory}/{{i}}", weight=w) for i, w in ((0, 0.7), (1, 0.3)))
 
 def streams():
     digests = {{}}
-    for sizes in MESHES[jax.device_count()]:
+    for sizes in MESHES:
         mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2]))
         for name, data in (
             ("shards", TokenShardsConfig(path="{directory}/0")),
@@ -91,8 +96,7 @@ def hellaswag():
     return {{name: s.log_likelihoods.tolist() for name, s in scores.items()}}
 
 def find():
-    scores = hellaswag() if jax.device_count() == 8 else None
-    return [jax.process_count(), streams(), scores]
+    return [jax.process_count(), streams(), hellaswag()]
 
 if __name__ == "__main__":
     port, count, place = map(int, sys.argv[1:])
@@ -107,7 +111,9 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys
     folder, two = write_config(tmp_path, CONFIG), tmp_path / "two"
     stream = np.random.default_rng(0).integers(0, 200, 2000)
     write_shards(folder / "tokens", stream, stream[:400], vocab_size=257)
-    words = ("--eval.data", f"mine={folder / 'tokens'}", "--schedule.decay-steps", "4")
+    (folder / "own.py").write_text(OWN)
+    words = ("--eval.data", f"mine={folder / 'tokens'}", "--eval.own", f"{folder}/own.py:guess")
+    words += ("--schedule.decay-steps", "4")
     train_here(folder, "one", *words)
     outputs = finish_well(start_together(folder, "two", 2, *words, "--num-steps", 2, devices=4))
     assert "done: 2 steps" in outputs[0]
@@ -127,25 +133,17 @@ def test_two_processes_train_as_one_and_one_continues_their_run(tmp_path, capsys
     assert "continuing from step 2" in capsys.readouterr().out
     assert_same_losses(folder / "one", two)
     assert len(records(two)) == 4 + 3
+    assert values_of(two, "eval/guess/texts") == {0: 2, 2: 2, 4: 2}
+    entropies = values_of(folder / "one", "eval/guess/entropy")
+    assert values_of(two, "eval/guess/entropy") == pytest.approx(entropies, rel=1e-3)
     found = audited(two)
     assert found.verdict == "one trajectory up to rounding"
     assert found.changes == ["at step 2: num_processes 2 -> 1"]
 
 
-def returned_by(program: Path, count: int, devices: int) -> list[Any]:
-    """What `find` of a program returns in each of several processes together."""
-    port = free_port()
-    places = ((program, port, count, i) for i in range(count))
-    outputs = finish_well(
-        [start_python(program.parent, *place, devices=devices) for place in places]
-    )
-    lines = [line for output in outputs for line in output.splitlines()]
-    return [json.loads(line[9:]) for line in lines if line.startswith("RETURNED ")]
-
-
 @pytest.fixture(scope="module")
 def one_and_two(tmp_path_factory):
-    """The program, and what it returns here and in each of two processes."""
+    """What the program returns here, and in each of two processes."""
     folder = tmp_path_factory.mktemp("streams")
     for i, num_tokens in enumerate((1000, 700)):  # an epoch ends within the four batches
         stream = np.random.default_rng(i).integers(0, 257, num_tokens)
@@ -153,33 +151,33 @@ def one_and_two(tmp_path_factory):
     write_questions_file(folder / "questions.jsonl")
     program = folder / "program.py"
     program.write_text(PROGRAM.format(tests=str(Path(__file__).parents[1]), directory=folder))
-    one, two = runpy.run_path(str(program))["find"](), returned_by(program, 2, devices=4)
+    port = free_port()
+    places = [(program, port, 2, i) for i in range(2)]
+    outputs = finish_well([start_python(folder, *place, devices=4) for place in places])
+    lines = [line for output in outputs for line in output.splitlines()]
+    two = [json.loads(line[9:]) for line in lines if line.startswith("RETURNED ")]
+    one = runpy.run_path(str(program))["find"]()
     assert [count for count, *_ in (one, *two)] == [1, 2, 2]
-    return program, one, two
+    return one, two
 
 
 @pytest.mark.slow
-def test_two_and_three_processes_see_the_stream_of_one(one_and_two):
-    """With mesh (1, 1, 8) the batch axes do not split over the processes; with others they do."""
-    program, (_, one, _), two = one_and_two
+def test_two_processes_see_the_stream_of_one(one_and_two):
+    """With mesh (1, 1, 8) the batch axes do not split over the processes; with others they do.
+
+    Three processes, of a mixture: test_three_processes.py."""
+    (_, one, _), two = one_and_two
     assert len(one) == 12
     assert [streams for _, streams, _ in two] == [one, one]
-    by_three = [streams for _, streams, _ in returned_by(program, 3, devices=1)]
-    assert len(by_three) == 3
     for name in ("shards", "mixture", "random windows"):
-        digests = {
-            tuple(value)
-            for each in (one, *by_three)
-            for key, value in each.items()
-            if key.startswith(f"{name} on")
-        }
+        digests = {tuple(value) for key, value in one.items() if key.startswith(f"{name} on")}
         assert len(digests) == 1, name  # the same on every mesh
     assert len({train for train, _ in one.values()}) == 3
 
 
 @pytest.mark.slow
 def test_two_processes_score_hellaswag_as_one(one_and_two):
-    _, (*_, one), ((*_, first), (*_, second)) = one_and_two
+    (*_, one), ((*_, first), (*_, second)) = one_and_two
     for name, expected in one.items():
         np.testing.assert_allclose(first[name], expected, rtol=1e-5)
     assert first == second

@@ -33,14 +33,15 @@ def largest_array(checkpoint):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Tokens, a run of five steps on them with a checkpoint each, and the same one up to six."""
+    """Tokens, an undisturbed run of six steps on them with a checkpoint each, and a copy that has
+    those of the first five."""
     folder = tmp_path_factory.mktemp("damage")
     short_config(folder / "tokens")
     evaluations = "EvalConfig(every=5, num_windows=16, batch_size=16)"
-    write_config(folder, f"eval={evaluations}", make="short_config")
-    train_here(folder, "run", "--num-steps", 5)
-    shutil.copytree(folder / "run", folder / "undisturbed")
-    train_here(folder, "undisturbed", "--num-steps", 6)
+    write_config(folder, f"num_steps=6, eval={evaluations}", make="short_config")
+    train_here(folder, "undisturbed")
+    shutil.copytree(folder / "undisturbed", folder / "run")
+    shutil.rmtree(folder / "run" / "checkpoints" / "6")
     return folder
 
 
@@ -57,7 +58,7 @@ def test_a_run_goes_on_before_every_kind_of_damage(folder, tmp_path, capsys):
     halve(largest_array(checkpoints / "3"))
     delete(largest_array(checkpoints / "4"))
     empty(checkpoints / "5")
-    train_here(folder, run, "--num-steps", 6)
+    train_here(folder, run)
     printed = "".join(capsys.readouterr())
     assert "continuing from step 1" in printed
     assert "Traceback" not in printed
@@ -75,7 +76,7 @@ def test_damaged_tokens_stop_a_run_until_they_are_mended(folder, tmp_path):
         tokens = shutil.copytree(folder / "tokens", tmp_path / damage.__name__)
         damage(tokens / name)
         with stopped(1, str(tokens / name)):
-            train_here(folder, run, "--num-steps", 6, "--data.path", tokens)
+            train_here(folder, run, "--data.path", tokens)
     tokens = shutil.copytree(folder / "tokens", tmp_path / "mended")
-    train_here(folder, run, "--num-steps", 6, "--data.path", tokens)
+    train_here(folder, run, "--data.path", tokens)
     assert_undisturbed(folder, run)

@@ -63,36 +63,6 @@ def test_a_signal_stops_after_the_step_and_the_losses_are_those_of_an_undisturbe
     assert records(folder / "once") == undisturbed
 
 
-@pytest.mark.slow
-def test_two_processes_stop_at_the_same_step_also_before_their_first(folder, undisturbed, capsys):
-    # Many steps: JAX tells the other process within a second, and both agree on a step to come.
-    workdir, longer = folder / "two", ("--schedule.decay-steps", "40", "--num-steps")
-    log, size = workdir / "logs" / "host_001.log", 0
-
-    def stop(number, ready, *options):
-        processes = start_two(folder, "two", *longer, "2000", *options)
-        wait_until(ready, processes[1])
-        processes[1].send_signal(number)
-        results = [finish(process) for process in processes]
-        assert [code for code, _ in results] == [EXIT_CODE] * 2, results
-        return max(step for step, _ in records(workdir)), results[0][1]
-
-    stopped, _ = stop(signal.SIGINT, lambda: len(records(workdir)) > 9)
-    size = log.stat().st_size
-    # JAX has the signal once the process logs. Both leave the evaluation that the first stop came
-    # before, and save nothing.
-    again, output = stop(signal.SIGTERM, lambda: log.stat().st_size > size, *LONG)
-    assert again == stopped
-    assert (again, "eval/loss") not in records(workdir)
-    assert f"stopped after {again} steps" in output
-    train_here(folder, "two", *longer, str(max(again + 2, 40)))
-    assert f"continuing from step {again}" in capsys.readouterr().out
-    ours = {key: value for key, value in records(workdir).items() if key[0] <= 40}
-    assert ours.keys() == undisturbed.keys()
-    for key, value in ours.items():
-        assert value == pytest.approx(undisturbed[key], abs=1e-5)
-
-
 @pytest.mark.seconds
 def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(folder, capsys):
     """In the middle of a run, and at its end."""

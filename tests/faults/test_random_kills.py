@@ -17,8 +17,9 @@ def last_line(*words):
 @pytest.mark.slow
 def test_random_signals(tmp_path):
     """`python tools/faults.py kills` is the long form: 100 signals and five optimizers."""
-    words = ["kills", "--kills", "2", "--optimizers", "mars", "--out", tmp_path / "kills"]
-    assert last_line(*words).endswith("5 lives: no faults")
+    # The one kill of this seed comes while the run trains, in the middle of a file operation.
+    words = ["kills", "--kills", "1", "--seed", "50", "--optimizers", "mars"]
+    assert last_line(*words, "--out", tmp_path / "kills").endswith("4 lives: no faults")
 
 
 @pytest.mark.long

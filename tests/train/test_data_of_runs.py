@@ -2,13 +2,11 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
 import shutil
 
-import fake_gcs
 import numpy as np
 import pytest
 import running
@@ -21,7 +19,6 @@ from maxmars.checkpoint import read
 from maxmars.checkpoint.journal import changes_of_config, read_journal
 from maxmars.cli import main
 from maxmars.config import EvalConfig, TokenShardsConfig
-from maxmars.distributed.exits import OWN_ERROR
 from maxmars.train import train
 
 STREAM = np.random.default_rng(0).integers(0, 200, 2000)
@@ -99,7 +96,8 @@ def test_other_data_at_the_same_path_are_refused(copied, tmp_path):
     assert json.loads((workdir / "summary.json").read_text())["data_digest"] == recorded
     shutil.rmtree(tmp_path / "tokens")
     write_shards(tmp_path / "tokens", STREAM[::-1], STREAM[:400], vocab_size=257)
-    write_config(tmp_path, num_steps=4)
+    fields = "num_steps=4, mesh=MeshConfig(data=2), eval=EvalConfig(every=None)"
+    running.write_config(tmp_path, fields, make="short_config")
     before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
     command = ["train", str(tmp_path / "config.py"), "--workdir", str(workdir)]
     command += ["--num-processes", "1", "--mesh.data", "8"]
@@ -125,52 +123,6 @@ def test_the_same_data_at_another_path_continue(copied, tmp_path):
     config = dataclasses.replace(config, data=TokenShardsConfig(path=str(tmp_path / "moved")))
     assert train(config, workdir).step == 4
     assert "data.path" in changes_of_config(read_journal(workdir))[2]
-
-
-def write_config(folder, num_steps):
-    fields = "mesh=MeshConfig(data=2), eval=EvalConfig(every=None)"
-    fields += f", num_steps={num_steps}, checkpoint=CheckpointConfig(every=50)"
-    running.write_config(folder, fields, make="short_config")
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-def test_all_processes_stop_for_a_file_that_one_of_them_finds(tmp_path):
-    tokens = tmp_path / "tokens"
-    tiny.short_config(tokens)
-    flip(tokens / "train_00001.bin", 7)  # of the share of process 1
-    write_config(tmp_path, num_steps=100_000)
-    for code, output in list(map(running.finish, running.start_two(tmp_path, "run"))):
-        assert code == OWN_ERROR, output
-        assert re.search(r"error: the file of tokens .*/train_00001\.bin does not match", output)
-        assert "Traceback" not in output
-
-
-@pytest.mark.slow
-@pytest.mark.multiprocess
-@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is None, reason="needs gcsfs (extra `gcs`)")
-def test_two_processes_read_the_same_stream_from_a_bucket_that_fails_now_and_then(
-    tmp_path, monkeypatch
-):
-    steps, tokens = 80, tmp_path / "tokens"
-    stream = np.random.default_rng(0).integers(0, 200, 80 * 16 * 16 + 1)  # one epoch
-    write_shards(tokens, stream, stream[:400], vocab_size=257)
-    write_config(tmp_path, num_steps=steps)
-    running.finish_well([running.start(tmp_path, "disk")])
-    with fake_gcs.serve() as server:
-        server.put_directory(tokens, "tokens")
-        server.failing = lambda number, name: number % 50 == 20 and name.endswith(".bin")
-        for name, value in server.environment.items():
-            monkeypatch.setenv(name, value)
-        both = running.start_two(tmp_path, "bucket", "--data.path", "gs://bucket/tokens")
-        running.finish_well(both)
-    assert running.records(tmp_path / "bucket") == running.records(tmp_path / "disk")
-    digests = {read(tmp_path / name / "checkpoints").data_digest for name in ("disk", "bucket")}
-    assert len(digests) == 1
-    needed = steps * 16 * 17 * 2  # bytes of all rows
-    assert sum(count for name, count in server.reads if name.endswith(".bin")) <= 1.2 * needed
-    # Once for the shards and once for the tokenizer, which no other file of this directory names.
-    assert sum(name == "tokens/meta.json" for name, _ in server.reads) == 2
 
 
 @pytest.mark.seconds

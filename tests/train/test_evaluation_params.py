@@ -9,7 +9,6 @@ import numpy as np
 import optax.contrib
 import pytest
 from refusals import refused
-from running import finish_well, records, start, start_two, write_config
 from safetensors.numpy import load_file
 from tiny import (
     MODEL,
@@ -325,30 +324,3 @@ def test_what_cannot_be_evaluated_is_refused(file, tmp_path, name, ema_decay, na
     with refused(ValueError, *named):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-# --- two processes -------------------------------------------------------------------------------
-
-CONFIG = """
-    num_steps=4,
-    num_microbatches=1,
-    model=dataclasses.replace(MODEL, num_layers=1),
-    checkpoint=CheckpointConfig(every=2, keep_last=99),
-    optimizer=OptaxConfig(make='own.py:free', learning_rate=1e-2),
-"""
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_two_processes_go_on_bit_by_bit(tmp_path):
-    (tmp_path / "own.py").write_text(OWN)
-    write_config(tmp_path, CONFIG)
-    finish_well([start(tmp_path, "whole")])  # one process with as many devices
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "4")
-    finish_well(start_two(tmp_path, "killed"))
-    assert records(tmp_path / "killed") == records(tmp_path / "whole")
-    assert first_difference(tmp_path / "killed", tmp_path / "whole") is None
-    found = audited(tmp_path / "killed")
-    assert (found.problems, found.sessions) == ([], 2)
-    assert any("eval/params_distance" in row for row in read_metrics(tmp_path / "killed"))

@@ -51,17 +51,8 @@ def kill_and_continue(folder, config, options, run_command, *, variables, steps=
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-def test_a_killed_run_is_computed_again_from_before_the_kill(tmp_path, byte_tokens, here):
-    """With masks of dropout."""
-    config = f"quickstart:data={byte_tokens},optimizer=mars_m"
-    devices = environment(tmp_path / "cache", devices=8)
-    kill_and_continue(tmp_path, config, f"{SMALL} --model.dropout 0.2", here, variables=devices)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
 def test_from_a_set_of_tfds_to_text(tmp_path, here):
-    """With the set's own validation split and an optimizer from a file."""
+    """With the set's own validation split, an optimizer from a file, and masks of dropout."""
     import tensorflow_datasets as tfds
 
     texts = {"train": 60, "validation": 5, "test": 5}
@@ -72,7 +63,7 @@ def test_from_a_set_of_tfds_to_text(tmp_path, here):
     assert "tfds:made_up:validation" in output
     config = f"quickstart:data={tokens},optimizer={SOPHIA_FILE}:sophia"
     devices = environment(tmp_path / "cache", devices=8)
-    kill_and_continue(tmp_path, config, SMALL, here, variables=devices)
+    kill_and_continue(tmp_path, config, f"{SMALL} --model.dropout 0.2", here, variables=devices)
     output = here("generate", tmp_path / "run", "--prompt", "train 1", "--max-new-tokens", 4)
     assert "train 1" in output
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 from refusals import refused, stopped
-from running import finish_well, start_two, write_config
+from running import write_config
 from tiny import trained_model
 from trees import mesh_of
 
@@ -166,19 +166,6 @@ def test_sys_exit_in_own_code_is_an_error_in_a_line(folder):
     for command in (["train"], ["plan"]):
         with stopped(1, "config.py:2: "):
             main([*command, "config.py"])
-
-
-@pytest.mark.multiprocess
-@pytest.mark.slow
-def test_two_processes_call_it_together(folder):
-    options = ["--num-steps", "2", "--eval.own"]
-    options += [f"{folder}/mine.py:rhyme", f"{folder}/mine.py:spoken"]
-    finish_well(start_two(folder, "two", *options))
-    together = scores(folder / "two")
-    assert together[2, "eval/spoken/letters"] == 2
-    train("one", *options)
-    for key, value in scores(folder / "one").items():
-        assert float(together[key]) == pytest.approx(float(value), rel=1e-3, nan_ok=True), key
 
 
 LINE = MINE[: MINE.index("1 / 0")].count("\n") + 1
