@@ -139,6 +139,7 @@ def test_contenders_begin_alike(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_figures")
 def test_an_entry_is_made_and_verified(tmp_path, capsys):
     """Of a few tokens in files that are named and built as the published ones."""
     tokens, workdir = tmp_path / "tokens", tmp_path / "runs"

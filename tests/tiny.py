@@ -27,6 +27,7 @@ from maxmars.config import (
 )
 from maxmars.data.batches import ValidationBatches
 from maxmars.data.tokenizer import ByteTokenizer
+from maxmars.data.windows import segments_and_positions
 from maxmars.eval import TrainedModel
 from maxmars.model.language_model import make_model, mean_loss
 from maxmars.model.parameters import Parameters
@@ -138,6 +139,22 @@ def batch_of(step, tokens):
     """Tokens of whatever shape before the window as the batch of a train step, on its mesh."""
     wanted = step.abstract_batch["tokens"]
     return {"tokens": jax.device_put(tokens.reshape(wanted.shape), wanted.sharding)}
+
+
+def packed_rows(seed, rows=16):
+    """Rows of several documents as a batch before it is split: each row has another number of
+    targets, the first has none."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 256, (rows, MODEL.max_seq_len + 1)).astype(np.int32)
+    tokens[rng.random(tokens.shape) < 0.1] = 256
+    mask = np.arange(tokens.shape[1]) <= np.arange(rows)[:, None]
+    return {"tokens": tokens, "mask": mask, **segments_and_positions(tokens == 256)}
+
+
+def split_on_mesh(step, rows):
+    """Such rows as the batch of a train step, in its microbatches and on its mesh."""
+    wanted = step.abstract_batch["tokens"]
+    return {k: jax.device_put(v.reshape(wanted.shape), wanted.sharding) for k, v in rows.items()}
 
 
 def random_batch(step, rng=0):

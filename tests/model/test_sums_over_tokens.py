@@ -75,9 +75,8 @@ def gradients(model, mesh, microbatches):
     ("mesh", "microbatches"),
     [
         pytest.param({"data": 1}, 1, id="one device"),
-        pytest.param({"fsdp": 4}, 1, id="fsdp"),
+        pytest.param({"fsdp": 2, "tensor": 2}, 1, id="fsdp and tensor"),
         pytest.param({"data": 4}, 16, id="microbatches", marks=pytest.mark.slow),
-        pytest.param({"tensor": 2}, 1, id="tensor", marks=pytest.mark.slow),
     ],
 )
 def test_frequent_tokens_and_biases_keep_their_gradients(mesh, microbatches):

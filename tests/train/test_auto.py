@@ -165,27 +165,23 @@ def test_a_run_keeps_its_choices_on_its_mesh_and_chooses_anew_on_another(tmp_pat
         changes |= {"eval": EvalConfig(every=None)}
         train(short_config(tmp_path / "tokens", model=model, **changes), run)
 
-    def found_in(num_steps, remat, num_microbatches, **changes):
-        train_to(num_steps, remat, num_microbatches, **changes)
-        return audited(run, replay=2)
-
     train_to(2, None, 1)
-    found = found_in(4, "full", 2)
+    train_to(4, "full", 2)
     change = "num_microbatches 1 -> 2, model.remat None -> full"
     assert f"since step 2: {change}; " in capsys.readouterr().out
-    assert found.verdict == "one trajectory up to rounding"
-    assert found.changes == [f"at step 2: {change}"]
-    assert found.replayed == "steps 3 to 4, computed again: the same digest"
 
-    found = found_in(6, "auto", None)
+    train_to(6, "auto", None)
     stored = json.loads((run / "config.json").read_text())
     assert (stored["model"]["remat"], stored["num_microbatches"]) == ("full", 2)
     asked = stored["asked"]
     assert (asked["model.remat"], asked["num_microbatches"]) == ("auto", None)
+    found = audited(run, replay=4)
+    assert found.verdict == "one trajectory up to rounding"
     assert found.changes == [f"at step 2: {change}"]
-    assert found.replayed == "steps 5 to 6, computed again: the same digest"
+    assert found.replayed == "steps 3 to 6 (of 2 sessions), computed again: the same digest"
 
-    found = found_in(8, "auto", None, mesh=MeshConfig(fsdp=8))
+    train_to(8, "auto", None, mesh=MeshConfig(fsdp=8))
+    found = audited(run, replay=2)
     assert found.changes[1].startswith("at step 6: mesh {'data': 8, ")
     assert found.changes[1].endswith("num_microbatches 2 -> 1, model.remat full -> None")
     assert found.replayed == "steps 7 to 8, computed again: the same digest"

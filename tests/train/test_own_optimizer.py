@@ -12,7 +12,7 @@ from tiny import MODEL, first_difference, first_state, random_batch, short_confi
 from trees import mesh_of
 
 from maxmars.cli.parse import ConfigArguments, parse_arguments
-from maxmars.config import AdamWConfig, CheckpointConfig, OptaxConfig, ScheduleConfig
+from maxmars.config import AdamWConfig, CheckpointConfig, EvalConfig, OptaxConfig, ScheduleConfig
 from maxmars.config.errors import in_words
 from maxmars.model.parameters import Parameters
 from maxmars.train import train
@@ -58,7 +58,8 @@ def source(tmp_path):
 
 
 def config_of(folder, **changes):
-    changes = {"model": SMALL, "checkpoint": CheckpointConfig(every=None)} | changes
+    rare = {"checkpoint": CheckpointConfig(every=None), "eval": EvalConfig(every=None)}
+    changes = {"model": SMALL} | rare | changes
     return short_config(folder / "tokens", **changes)
 
 

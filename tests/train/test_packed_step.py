@@ -3,37 +3,20 @@
 import jax
 import numpy as np
 import pytest
-from tiny import ADAMW, MODEL, first_state, sophia, tiny_config
+from tiny import ADAMW, first_state, packed_rows, sophia, split_on_mesh, tiny_config
 
-from maxmars.config import CheckpointConfig, GrainConfig, MarsConfig, MeshConfig
-from maxmars.data.windows import segments_and_positions
-from maxmars.distributed import sharding
+from maxmars.config import CheckpointConfig, EvalConfig, GrainConfig, MarsConfig, MeshConfig
 from maxmars.model import make_model, token_losses
 from maxmars.train import train
 from maxmars.train.reporter import DivergedError
 from maxmars.train.step import SKIP_REASONS
 
-ROWS, STEPS = 16, 3
-
-
-def packed_batches():
-    """Rows of several documents, of which each has another number of targets."""
-    rng = np.random.default_rng(0)
-    for _ in range(STEPS):
-        tokens = rng.integers(0, 256, (ROWS, MODEL.max_seq_len + 1)).astype(np.int32)
-        tokens[rng.random(tokens.shape) < 0.1] = 256
-        batch = {"tokens": tokens, **segments_and_positions(tokens == 256)}
-        until = np.arange(ROWS)[:, None]  # none in the first row
-        yield {**batch, "mask": np.arange(tokens.shape[1]) <= until}
-
 
 def run(microbatches, mesh, optimizer):
     config = tiny_config(num_microbatches=microbatches, mesh=mesh, optimizer=optimizer)
     (step, state), history = first_state(config), []
-    for batch in packed_batches():
-        split = {k: v.reshape(microbatches, -1, v.shape[-1]) for k, v in batch.items()}
-        on_mesh = jax.device_put(split, sharding.batch_sharding(step.mesh))
-        state, metrics = step(state, on_mesh)
+    for seed in range(3):
+        state, metrics = step(state, split_on_mesh(step, packed_rows(seed)))
         history.append(jax.device_get(metrics))
     return jax.device_get(state.params), history
 
@@ -43,8 +26,9 @@ def run(microbatches, mesh, optimizer):
     "optimizer",
     [
         pytest.param(MarsConfig(), id="mars"),
-        pytest.param(MarsConfig(exact=True), id="exact", marks=pytest.mark.slow),
-        pytest.param(sophia(2), id="sophia", marks=pytest.mark.slow),
+        # In test_requests.py the gradients of both are taken of such batches.
+        pytest.param(MarsConfig(exact=True), id="exact", marks=pytest.mark.long),
+        pytest.param(sophia(2), id="sophia", marks=pytest.mark.long),
     ],
 )
 def test_microbatches_and_devices_change_nothing_but_rounding(optimizer, capfd):
@@ -63,7 +47,7 @@ def test_microbatches_and_devices_change_nothing_but_rounding(optimizer, capfd):
 def test_the_loss_is_the_mean_over_the_targets_that_count():
     config = tiny_config(num_microbatches=1, optimizer=ADAMW)
     step, state = first_state(config)
-    batch = next(packed_batches())
+    batch = packed_rows(0)
     rows = {name: array for name, array in batch.items() if name != "mask"}
     losses = jax.jit(lambda p, rows: token_losses(make_model(config.model, p), **rows))(
         state.params, rows
@@ -71,9 +55,7 @@ def test_the_loss_is_the_mean_over_the_targets_that_count():
     expected = np.mean(np.asarray(losses)[batch["mask"][:, 1:]])
     nothing = {**batch, "mask": np.zeros_like(batch["mask"])}
     for given, loss, skipped in ((batch, expected, 0), (nothing, np.nan, 1)):
-        on_mesh = {name: array[None] for name, array in given.items()}
-        on_mesh = jax.device_put(on_mesh, sharding.batch_sharding(step.mesh))
-        state, metrics = step(state, on_mesh)
+        state, metrics = step(state, split_on_mesh(step, given))
         np.testing.assert_allclose(metrics["train/loss"], loss, atol=1e-5)
         assert metrics["train/skipped"] == skipped
         assert ("mask" in SKIP_REASONS[metrics["train/skip_reason"]]) == bool(skipped)
@@ -99,7 +81,13 @@ def test_a_batch_without_targets_is_told_as_one(first, every, tmp_path):
     data = GrainConfig(
         source=f"{tmp_path}/own.py:windows", options={"first": first}, order="sequential"
     )
-    config = tiny_config(data=data, checkpoint=CheckpointConfig(every=every))
+    config = tiny_config(
+        data=data,
+        num_microbatches=1,
+        optimizer=ADAMW,
+        checkpoint=CheckpointConfig(every=every),
+        eval=EvalConfig(every=None),
+    )
     with pytest.raises(DivergedError, match="mask") as told:
         train(config, tmp_path / "run")
     assert "learning_rate" not in str(told.value)
