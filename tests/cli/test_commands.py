@@ -23,6 +23,7 @@ def test_train_in_the_default_workdir_from_weights_and_again(
     assert config["data"]["path"] == str(byte_tokens)
     monkeypatch.chdir(tmp_path)
     words = ["train", f"quickstart:data={byte_tokens}", *ALONE, *TINY.split()]
+    words += ["--eval.every", "None"]
     main([*words, "--init-from", str(finished_run), "--num-steps", "2"])
     printed = capsys.readouterr().out
     assert "schedule.warmup_steps=50 exceeds num_steps=2" in printed

@@ -68,23 +68,27 @@ def test_nanogpts_characters_are_trained_on_and_generated(characters, tmp_path, 
     assert capsys.readouterr().out.startswith("Once")
 
 
-@pytest.mark.parametrize(
-    ("length", "options", "named"),
-    [
-        (700, (), ["--model.max-seq-len", "16"]),
-        (20_000, ("--validation-fraction", "0"), ["--eval.every", "None"]),
-    ],
-)
-@pytest.mark.seconds
-def test_the_model_fits_what_was_prepared(tmp_path, capsys, length, options, named):
+def named_for_700_bytes(tmp_path, capsys, *options):
+    """The words after the config with which `maxmars train` fits so little text."""
     text, out = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text((TEXT * 10)[:length])
+    text.write_text(TEXT[:700])
     words = following(capsys, "data", "prepare", text, out, "--workers", "0", *options)
-    assert words == ["train", f"quickstart:data={out}", *named]
+    assert words[:2] == ["train", f"quickstart:data={out}"]
     assert following(capsys, "data", "inspect", out) == words
+    return words[2:]
+
+
+def test_the_model_fits_what_was_prepared(tmp_path, capsys):
+    assert named_for_700_bytes(tmp_path, capsys) == ["--model.max-seq-len", "16"]
+
+
+@pytest.mark.seconds
+def test_what_has_no_validation_split_is_trained_on_without(tmp_path, capsys):
+    named = named_for_700_bytes(tmp_path, capsys, "--validation-fraction", "0")
+    assert named == ["--eval.every", "None", "--model.max-seq-len", "64"]
+    words = ["train", f"quickstart:data={tmp_path / 'out'}", *named, "--workdir", tmp_path / "run"]
     short = "--num-steps 1 --model.num-layers 1 --model.embed-dim 32 --model.scan-unroll 1"
-    generate = following(capsys, *words, "--workdir", tmp_path / "run", *short.split(), *ALONE)
-    assert generate[0] == "generate"
+    assert following(capsys, *words, *short.split(), *ALONE)[0] == "generate"
 
 
 def test_tokens_of_gpt2_get_a_model_of_their_size(tmp_path, capsys):

@@ -46,7 +46,8 @@ def test_a_plan_from_the_command_line(config_file, tmp_path, capsys):
     assert second == "XLA_FLAGS=--xla_force_host_platform_device_count=8"
     options = "--mesh.fsdp 8 --model.remat=full --eval.batch-size None --num-microbatches 1"
     assert command == ["maxmars", "train", config_file, *options.split()]
-    main([*command[1:], "--workdir", str(tmp_path / "run"), "--num-processes", "1"])
+    command += ["--eval.every", "None", "--workdir", str(tmp_path / "run"), "--num-processes", "1"]
+    main(command[1:])
     assert json.loads((tmp_path / "run/summary.json").read_text())["step"] == 2
 
 
