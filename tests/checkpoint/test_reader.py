@@ -152,7 +152,7 @@ def test_damage_is_skipped_with_its_reason(saved, copy, caplog, capfd, kind):
     assert "Traceback" not in capfd.readouterr().err  # Orbax's unfinished reads
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_flipped_bits_are_caught_or_harmless(saved, copy):
     """Four bits of each file with arrays, and one of each other."""
     arrays, caught = data_files(copy / "2"), 0

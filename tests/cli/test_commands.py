@@ -36,6 +36,7 @@ def test_train_in_the_default_workdir_from_weights_and_again(
     assert (tmp_path / "runs" / "quickstart-tokens" / "checkpoints" / "3").is_dir()
 
 
+@pytest.mark.smoke
 @pytest.mark.seconds
 def test_an_export_is_scored_like_the_run(finished_run, byte_tokens, tmp_path, capsys):
     exported = str(tmp_path / "hf")

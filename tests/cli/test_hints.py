@@ -11,8 +11,6 @@ from maxmars.cli.parse import FOREIGN_OPTIONS, parse_arguments
 from maxmars.cli.train import TrainArguments
 from maxmars.config.load import choices_of, named_configs
 
-pytestmark = pytest.mark.smoke
-
 
 @pytest.fixture
 def said(tmp_path, monkeypatch):
@@ -49,6 +47,7 @@ def test_an_option_of_another_program_is_told_ours(word, said):
         parse(["quickstart", other, "1"])
 
 
+@pytest.mark.smoke
 def test_ours_is_told_only_where_a_command_has_it(said):
     assert "it is --num-steps" not in said("audit x --steps 3")
     assert "it is --global-batch-size here" in said("train quickstart --batchsize=8")
@@ -93,6 +92,7 @@ def test_the_other_choices_of_a_config_stay(words, said):
     assert config.optimizer == parse(["gpt2:size=tiny,optimizer=muon"]).config.optimizer
 
 
+@pytest.mark.smoke
 def test_a_choice_that_only_other_configs_have(said, tmp_path):
     text = "from maxmars.config import *\ndef get_config():\n    return TrainConfig(name='a', "
     text += "num_steps=9, global_batch_size=8, model=GPT2Config.small(), "
@@ -124,12 +124,14 @@ def test_tyro_names_similar_options(command, wrong, said, capsys):
     assert shown[0] in options_of(command, capsys)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("command", ["train", "plan", "compare"])
 def test_a_command_without_config_names_one_that_works(command, said):
     (config,) = re.findall(f"`maxmars {command} (\\w+)`", said(f"{command} --num-steps 3"))
     assert config in named_configs()
 
 
+@pytest.mark.smoke
 def test_help_names_groups_that_have_help(said, capsys):
     line = said("train quickstart --help x")
     groups = line.partition("groups of options are ")[2].rstrip(".").split(", ")

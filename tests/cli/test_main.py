@@ -19,8 +19,6 @@ from maxmars.config.errors import about, in_words
 from maxmars.data.metadata import read_metadata
 from maxmars.data.open_corpus import PRESETS
 
-pytestmark = pytest.mark.smoke
-
 ROOT = Path(__file__).resolve().parents[2]
 MAXMARS = [sys.executable, "-m", "maxmars"]
 
@@ -38,6 +36,7 @@ def test_help_lists_every_command_and_takes_half_a_second():
     assert all(f"  {name}" in printed for name in cli.COMMANDS)
 
 
+@pytest.mark.smoke
 def test_version_and_no_command(capsys):
     cli.main(["--version"])
     assert capsys.readouterr().out == f"maxmars {maxmars.__version__}\n"
@@ -45,6 +44,7 @@ def test_version_and_no_command(capsys):
     assert "usage: maxmars COMMAND" in capsys.readouterr().err
 
 
+@pytest.mark.smoke
 def test_the_environment_asks_for_the_traceback(monkeypatch):
     monkeypatch.setenv("MAXMARS_TRACEBACK", "1")
     with refused(FileNotFoundError, "runs/no-such-run"):
@@ -144,6 +144,7 @@ def test_compilers_for_absent_chips_say_nothing(tmp_path):
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.smoke
 @pytest.mark.seconds
 def test_data_prepare_in_shares(tmp_path, capsys):
     for i in range(4):
@@ -178,6 +179,7 @@ HELPS = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("words", HELPS)
 def test_help_begins_with_at_most_ten_options_and_fits_80_columns(words, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
@@ -201,6 +203,7 @@ def test_help_begins_with_at_most_ten_options_and_fits_80_columns(words, monkeyp
         assert "--help-all` explains every option" in " ".join(shown.split())
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("words", "told"),
     [

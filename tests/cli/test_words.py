@@ -16,8 +16,6 @@ from maxmars.cli.parse import ConfigArguments, parse_arguments
 from maxmars.config.checks import union_types
 from maxmars.config.load import load_config
 
-pytestmark = pytest.mark.smoke
-
 HEADER = """
 from maxmars.config import *
 
@@ -89,6 +87,7 @@ def value_of(config, name):
     return config
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", CHANGES)
 def test_options_change_fields(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -263,7 +262,14 @@ def refusal(call, words, code=2):
     return error
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row[1])
+# Those that get past the words of a command are smoke tests.
+ROWS = [
+    pytest.param(row, id=row[1], marks=[pytest.mark.smoke] if row[0] == 1 else [])
+    for row in REFUSALS
+]
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_what_is_wrong_is_named(row, call, tmp_path):
     code, words, *named = row
     write_files(tmp_path)

@@ -71,7 +71,7 @@ def test_seeds_are_drawn_as_far_as_all_of_them_go():
     assert losses.tolist() == [3.5, 2.5]
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_figures_are_pictures_and_the_same_figure_is_the_same_file(tmp_path):
     logged = {"loss": [5.0, math.inf, 2.4], "grad_norm": [9.0, 0.0, 0.3], "param_norm": [1, 1, 1]}
     lines = [line("a", [5.0, 3.0, 2.5], **logged), line("b", [5.0, math.nan], step_time_s=None)]

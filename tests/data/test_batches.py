@@ -192,7 +192,7 @@ batches.close()
 """
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_closed_batches_leave_no_message_at_the_end_of_the_process(directory):
     tests = str(Path(__file__).parents[1])
     program = EXIT.format(tests=tests, path=str(directory))

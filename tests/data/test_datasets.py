@@ -34,6 +34,7 @@ def directory(tmp_path_factory):
     return path
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("packing", ["none", "split"])
 def test_windows_are_those_of_a_run(directory, packing):
     config = TokenShardsConfig(path=str(directory), packing=packing, order="sequential")
@@ -75,6 +76,7 @@ def test_split_windows_tell_their_documents_apart(directory):
         assert len(segments) - (tokens[0] != END) == np.sum(tokens == END)
 
 
+@pytest.mark.smoke
 def test_documents_are_the_texts(directory):
     texts = {text for _, text in TEXTS if text}
     found = []

@@ -62,6 +62,7 @@ def counting(tmp_path):
     return f"{tmp_path / 'counting.py'}:windows"
 
 
+@pytest.mark.smoke
 def test_each_window_once_an_epoch_in_a_new_order(counting):
     firsts = batches_of(GrainConfig(source=counting), steps=10)["tokens"][:, 0]
     epochs = firsts.reshape(4, 40)

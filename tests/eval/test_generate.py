@@ -53,6 +53,7 @@ def uncached(model, prompt, count):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.smoke
 @pytest.mark.seconds
 def test_greedy_tokens_are_those_of_the_uncached_model_also_beyond_its_context(model):
     greedy = generate(model, sampling=GREEDY)

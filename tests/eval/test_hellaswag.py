@@ -198,6 +198,7 @@ def plain_texts(protocol):
         yield BRACKETS["ctx"], [f" {ending}" for ending in BRACKETS["endings"]], None
 
 
+@pytest.mark.smoke
 def test_protocols_equal_their_texts_scored_one_by_one(params, questions, scored, tmp_path):
     score = plain_scorer(LONG, params)
     labels = np.array([*(label for *_, label in SHORT), 1])

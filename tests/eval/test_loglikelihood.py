@@ -76,7 +76,7 @@ def test_packed_continuations_equal_separate_rows(is_capped, tmp_path, choices):
         assert greedy.tolist() == [is_greedy for _, is_greedy in plain]
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_mesh_batch_size_and_order_change_nothing_but_rounding(choices):
     params = random_params(MODEL)
     plain = scored(params, choices).log_likelihoods

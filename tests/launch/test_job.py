@@ -167,7 +167,7 @@ def test_the_archive_has_what_is_written(folder, tmp_path):
     assert written == files(unpacked(packed, tmp_path / "unpacked"))
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_the_wheel_has_this_maxmars(tmp_path):
     with zipfile.ZipFile(io.BytesIO(wheel.make_wheel())) as archive:
         archive.extractall(tmp_path)

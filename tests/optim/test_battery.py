@@ -40,8 +40,6 @@ from maxmars.optim import (
 )
 from maxmars.plan.collectives import collectives
 
-pytestmark = pytest.mark.smoke
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
@@ -107,8 +105,13 @@ CASES = {
 }
 
 
+# The smoke tests of cases: Newton-Schulz of whole matrices, and a second gradient.
+TYPED = {"mars shampoo": pytest.mark.smoke, "mars adamw exact": pytest.mark.smoke}
+
+
 def ask(*names):
-    return pytest.mark.parametrize("case", [pytest.param(CASES[name], id=name) for name in names])
+    cases = [pytest.param(CASES[name], id=name, marks=TYPED.get(name, ())) for name in names]
+    return pytest.mark.parametrize("case", cases)
 
 
 # What shares its code with another finds its minima, and is asked no more.
@@ -281,6 +284,7 @@ BYTES = [
 ]
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("make", "options", "shape", "dtype", "expected"), BYTES)
 def test_bytes_of_the_state_for_each_parameter(make, options, shape, dtype, expected):
     tx, param = make(0.1, **options), jax.ShapeDtypeStruct(shape, dtype)
@@ -431,6 +435,7 @@ def test_no_optimizer_is_missing_here():
 OPTIMIZERS = {"a whole optimizer": (mars, {"learning_rate": 0.1, "variant": "shampoo"})}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("factory", "options"), (DIRECTIONS | OPTIMIZERS).values(), ids=DIRECTIONS | OPTIMIZERS
 )
@@ -449,6 +454,7 @@ def test_types_and_shardings_are_kept_without_parameters_too(factory, options):
             assert_close(jax.jit(tx.update)(params, state), after, atol=0)
 
 
+@pytest.mark.smoke
 def test_the_parts_of_mars_calculate_in_float32():
     large = {"w": jnp.full((4, 4), 300.0, jnp.float16)}  # its square is infinite in float16
     clip = clip_by_matrix_norm(1.0)
@@ -598,6 +604,10 @@ ROWS = 2 * 3 * 8 + 3 * 6  # outputs of the matrices that are orthogonalised
 # Meshes of SOAP and of Newton-Schulz alone: test_soap_on_mesh.py, test_orthogonalize.py.
 MESHES = ((2, 2, 2), (1, 8, 1), (1, 4, 2))
 ON_MESHES = [name for name in CASES if name not in SIMILAR | {"soap"}]
+PAIRS = [
+    pytest.param(name, shape, marks=TYPED.get(name, ()))
+    for name, shape in zip(ON_MESHES, itertools.cycle(MESHES))
+]
 
 
 def count_in_place(tree, mesh):
@@ -614,7 +624,7 @@ def count_in_place(tree, mesh):
     return count
 
 
-@pytest.mark.parametrize(("name", "shape"), [*zip(ON_MESHES, itertools.cycle(MESHES))])
+@pytest.mark.parametrize(("name", "shape"), PAIRS)
 def test_a_mesh_changes_nothing_and_gathers_no_matrix(x64, name, shape):
     case, mesh = CASES[name], trees.mesh_of(*shape)
     options = {} if case.factory is adam_floor else {"ns_dtype": "float64"}
@@ -637,6 +647,7 @@ def test_a_mesh_changes_nothing_and_gathers_no_matrix(x64, name, shape):
     assert others <= 8 * (ROWS * ("row_normalization" in case.options) + 40), others
 
 
+@pytest.mark.smoke
 @ask(*ON_MESHES)
 def test_on_explicit_axes_init_and_update_keep_the_types(case):
     """Types of arrays on Explicit axes contain their shardings."""
@@ -651,6 +662,7 @@ def test_on_explicit_axes_init_and_update_keep_the_types(case):
         assert types(after) == types((params, state))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("name", "mesh_is_given", "in_context"),
     [("mars shampoo", True, True), ("mars shampoo", False, False), ("soap", False, False)],

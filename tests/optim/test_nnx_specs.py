@@ -77,6 +77,7 @@ class Network(nnx.Module):
         return self.norm(self.layers[0](x))
 
 
+@pytest.mark.smoke
 def test_a_network():
     projection = {"kernel": spec(rows=1, cols=2), "bias": spec(cols=2)}
     attention = {name: projection for name in ("query", "key", "value")}
@@ -239,6 +240,7 @@ def test_a_tree_of_another_library():
     }
 
 
+@pytest.mark.smoke
 def test_the_optimizer_takes_them_and_a_mask_made_of_them():
     """As a tree under `nnx.Optimizer`, and as plain dicts."""
     model = Network(nnx.Rngs(0))

@@ -132,7 +132,7 @@ def test_rounds_of_bounded_size_change_nothing(x64):
 # --- on a mesh -----------------------------------------------------------------------------------
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
 def test_a_mesh_changes_nothing(x64, shape):
     """Stacks that the devices divide, prime ones, and ones smaller than the mesh."""
@@ -307,7 +307,7 @@ def cut_stacks(draw):
     return sizes, PartitionSpec(*(tuple(name for name, _ in cut) for cut in cuts)), shape
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 @hypothesis.settings(max_examples=10, deadline=None, database=None, derandomize=True)
 @given(cut_stacks(), st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_any_stack_on_any_mesh_comes_to_its_owners_and_back(stack, dtype):

@@ -9,7 +9,6 @@ from trees import assert_close, random_tree, take_steps
 
 from maxmars.optim import MatrixSpec, scale_by_soap, soap
 
-pytestmark = pytest.mark.smoke
 SHAPES = {"square": (6, 6), "table": (12, 5), "bias": (6,)}
 FEWER = {"square": (6, 6), "bias": (6,)}
 
@@ -50,6 +49,7 @@ def test_with_both_sides_over_the_limit_it_is_adam_after_one_step():
     assert_close(ours.params[1:], theirs.params, 1e-6)
 
 
+@pytest.mark.smoke
 def test_vectors_and_embeddings_are_adamw_and_the_first_step_changes_no_matrix():
     params, *grads = (random_tree(i, SHAPES) for i in range(5))
     specs = {

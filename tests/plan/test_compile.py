@@ -35,7 +35,7 @@ def test_memory_is_the_compilers(plan_of, name):
     assert rest == memory.peak_bytes - stats.argument_size_in_bytes
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_packed_data_are_no_padding(plan_of, config_of):
     config = config_of("adamw")
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, packing="split"))
