@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from running import environment
 
 from maxmars.cli import main
 from maxmars.eval import load
@@ -51,14 +52,14 @@ def test_programs_give_a_line_and_get_a_line(finished_run, monkeypatch, capsys):
 class Terminal:
     """A command in a terminal of its own."""
 
-    def __init__(self, *words):
+    def __init__(self, *words, variables):
         self.file, other = os.openpty()
         self.process = subprocess.Popen(
             ["setsid", "--ctty", "--wait", *words],  # which Ctrl-C reaches
             stdin=other,
             stdout=other,
             stderr=other,
-            env=os.environ | {"TERM": "xterm", "COLUMNS": "80"},
+            env=variables | {"TERM": "xterm", "COLUMNS": "80"},
         )
         os.close(other)
         self.output = b""
@@ -87,8 +88,9 @@ class Terminal:
 
 
 @pytest.mark.slow
-def test_at_a_terminal_ctrl_c_ends_a_continuation_and_ctrl_d_the_command(finished_run):
-    terminal = Terminal(*COMMAND, str(finished_run), "--interactive", "--max-new-tokens", LONG)
+def test_at_a_terminal_ctrl_c_ends_a_continuation_and_ctrl_d_the_command(finished_run, tmp_path):
+    words = [*COMMAND, str(finished_run), "--interactive", "--max-new-tokens", LONG]
+    terminal = Terminal(*words, variables=environment(tmp_path / "cache"))
     shown = terminal.read_until(b"> ")
     assert b"loading" not in shown or b"\x1b[2K" in shown.rpartition(b"loading")[2]
     for prompt in (b"the model", b"learns"):
@@ -105,9 +107,10 @@ def test_at_a_terminal_ctrl_c_ends_a_continuation_and_ctrl_d_the_command(finishe
 
 
 @pytest.mark.slow
-def test_a_pipe_gets_text_while_it_is_made_and_ctrl_c_exits_with_130(finished_run):
+def test_a_pipe_gets_text_while_it_is_made_and_ctrl_c_exits_with_130(finished_run, tmp_path):
     words = [*COMMAND, str(finished_run), "--prompt", "the ", "--max-new-tokens", LONG]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env=environment(tmp_path / "cache"), **pipes) as process:
         assert process.stdout.read(100).startswith(b"the ")
         process.send_signal(signal.SIGINT)
         _, error = process.communicate(timeout=60)

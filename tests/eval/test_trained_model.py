@@ -303,7 +303,7 @@ def test_what_a_tokenizers_files_say_goes_out_as_it_came_in(tmp_path):
     words = ["--tokenizer", str(hf), "--workers", "0"]
     cli.main(["data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "tokens"), *words])
     train = ["--num-processes", "1", "--num-steps", "1", "--model.num-layers", "1"]
-    train += ["--model.max-seq-len", "16", "--eval.every", "None"]
+    train += ["--model.embed-dim", "32", "--model.max-seq-len", "16", "--eval.every", "None"]
     run, start = tmp_path / "run", f"quickstart:data={tmp_path / 'tokens'}"
     cli.main(["train", start, *train, "--workdir", str(run)])
     cli.main(["export", str(run), str(tmp_path / "of_run")])
