@@ -16,6 +16,7 @@ TINY = """--global-batch-size 8 --model.num-layers 2 --model.num-heads 2
 
 
 @pytest.mark.seconds
+@pytest.mark.smoke
 def test_train_in_the_default_workdir_from_weights_and_again(
     finished_run, byte_tokens, tmp_path, monkeypatch, capsys
 ):

@@ -71,7 +71,7 @@ def test_seeds_are_drawn_as_far_as_all_of_them_go():
     assert losses.tolist() == [3.5, 2.5]
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 def test_figures_are_pictures_and_the_same_figure_is_the_same_file(tmp_path):
     logged = {"loss": [5.0, math.inf, 2.4], "grad_norm": [9.0, 0.0, 0.3], "param_norm": [1, 1, 1]}
     lines = [line("a", [5.0, 3.0, 2.5], **logged), line("b", [5.0, math.nan], step_time_s=None)]
@@ -187,7 +187,7 @@ def test_without_matplotlib_there_are_tables_and_the_extra_is_named(tmp_path, mo
 NAME = "_|`a`\n[x](http://y) <b> *c* & $\\d$ and so on, longer than any column of a table may be"
 
 
-@pytest.mark.seconds
+@pytest.mark.slow
 def test_the_report_of_runs(tmp_path, capsys):
     one, two = (write_run(tmp_path / f, [5.0, 4.0, 3.0]) for f in ("one", NAME.replace("/", ":")))
     norms = {"train/grad_norm": 1.0, "train/grad_norm/mlp": 0.6, "train/grad_norm/vector": 0.8}

@@ -22,7 +22,6 @@ from maxmars.optim import (
 )
 from maxmars.plan.collectives import collectives, total_bytes
 
-pytestmark = pytest.mark.smoke
 # The matrices of a GPT-2, their specs and meshes.
 AXES = ("data", "fsdp", "tensor")
 PARTITIONS = {
@@ -88,6 +87,7 @@ compiled_newton_schulz = jax.jit(newton_schulz, static_argnames="dtype")
 # --- on one device -------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("split", "shape"), [("fused", (16, 48)), ("qkv", (16, 16)), ("heads", (16, 4))]
 )
@@ -105,6 +105,7 @@ def test_each_matrix_or_block_by_itself(split, shape, x64):
     np.testing.assert_allclose(rms, 0.2 * np.sqrt(max(shape)) * expected, atol=1e-12)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("scale", "wide", "tall"), [("spectral", 2.0, 1.0), ("rms", 0.8, 0.8), (None, 1.0, 1.0)]
 )
@@ -132,7 +133,7 @@ def test_rounds_of_bounded_size_change_nothing(x64):
 # --- on a mesh -----------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @pytest.mark.parametrize("shape", [(1, 8, 1), (2, 2, 2)])
 def test_a_mesh_changes_nothing(x64, shape):
     """Stacks that the devices divide, prime ones, and ones smaller than the mesh."""
@@ -183,6 +184,7 @@ def test_traffic(shape, size, capfd):
     assert "rematerialization" not in capfd.readouterr().err
 
 
+@pytest.mark.smoke
 def test_owners_among_copies(x64):
     # Four devices hold a copy of each piece. With `data` among the owners each iterates on a
     # quarter of the matrices only, and the results are gathered.
@@ -206,6 +208,7 @@ def triangular(x):
     return jnp.tril(x @ x.mT) @ x
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_function_of_whole_matrices(axis_type, x64):
     mesh = jax.make_mesh((1, 4, 2), AXES, axis_types=(axis_type,) * 3)
@@ -234,6 +237,7 @@ def test_a_function_of_whole_matrices(axis_type, x64):
 # --- the plan ------------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(
     ("shape", "size", "padding"),
     [
@@ -256,6 +260,7 @@ def test_padding(shape, size, padding):
     assert slots == sorted(slots, reverse=True)
 
 
+@pytest.mark.smoke
 def test_equal_matrices_travel_together():
     mesh = AbstractMesh((1, 16, 1), AXES)
     groups = orthogonalization_groups(abstract(XL), specs(), mesh=mesh)
@@ -271,6 +276,7 @@ def test_equal_matrices_travel_together():
     assert 2 * sum(group.transfer_elements for group in groups) == 368_640_000  # in bfloat16
 
 
+@pytest.mark.smoke
 def test_an_embedding_is_a_group_of_its_own():
     mesh = AbstractMesh((1, 64, 1), AXES)
     table = jax.ShapeDtypeStruct((50304, 1600), jnp.float32)
@@ -282,6 +288,7 @@ def test_an_embedding_is_a_group_of_its_own():
     assert groups[1:] == orthogonalization_groups(abstract(XL), specs(), mesh=mesh)
 
 
+@pytest.mark.smoke
 def test_the_partition_of_arrays_that_carry_one():
     mesh = mesh_of(1, 4, 2)
     updates = jax.device_put(random_matrices(4), shardings(mesh))
@@ -307,7 +314,7 @@ def cut_stacks(draw):
     return sizes, PartitionSpec(*(tuple(name for name, _ in cut) for cut in cuts)), shape
 
 
-@pytest.mark.slow
+@pytest.mark.seconds
 @hypothesis.settings(max_examples=10, deadline=None, database=None, derandomize=True)
 @given(cut_stacks(), st.sampled_from(["float32", "bfloat16", "float16"]))
 def test_any_stack_on_any_mesh_comes_to_its_owners_and_back(stack, dtype):

@@ -358,7 +358,6 @@ def assert_equal(tree, other):
 
 
 @pytest.mark.seconds
-@pytest.mark.smoke
 def test_a_run_starts_where_another_ended(source, started):
     workdir, _ = started
     before, losses = values_of(source, "eval/loss"), values_of(workdir, "eval/loss")
