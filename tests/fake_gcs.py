@@ -24,6 +24,7 @@ class Server(http_server.Server):
 
     `failing` decides whether a read of contents fails, from its number (0, 1, ...) and name: with
     503, which gcsfs tries again for half a minute, or with 400 and the text that it returns.
+    `on_request` is called with the path of each request before the answer.
     """
 
     request_queue_size = 256  # gcsfs connects a hundred times at once; of five the rest would wait
@@ -36,6 +37,7 @@ class Server(http_server.Server):
         self.reads = []  # name and number of bytes of each read of contents
         self.lists = []  # prefixes
         self.failing = lambda number, name: False
+        self.on_request = lambda path: None
 
     @property
     def environment(self):
@@ -57,9 +59,10 @@ class Server(http_server.Server):
         return self.objects[name][1].decode()
 
     def put_directory(self, directory, name):
-        """Upload the files of a directory on the disk."""
-        for path in directory.iterdir():
-            self.put(f"{name}/{path.name}", path.read_bytes())
+        """Upload the files of a directory on the disk, and of those in it."""
+        for path in directory.rglob("*"):
+            if path.is_file():
+                self.put(f"{name}/{path.relative_to(directory)}", path.read_bytes())
 
     def put(self, name, content):
         with self.lock:
@@ -118,6 +121,7 @@ class Handler(http_server.Handler):
                 if bucket != "bucket":
                     return self.fail(404, "The specified bucket does not exist.")
                 with self.server.lock:
+                    self.server.on_request(unquote(parts.path))
                     return getattr(self, f"{method}_{prefix}")(names, query, body)
         match = _BUCKET.fullmatch(parts.path)
         if match and match[1] == "bucket":

@@ -9,6 +9,7 @@ steps and losses alone. Saves are due by steps or minutes, at the same step in e
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -259,12 +260,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """
 
         def open_manager(*, lightweight: bool) -> v1.training.Checkpointer:
+            make = functools.partial(
+                v1.training.Checkpointer,
+                str(self._directory),
+                preservation_policy=self._retention,
+                lightweight_initialize=lightweight,
+            )
             with reporting(self._directory):
-                return v1.training.Checkpointer(
-                    str(self._directory),
-                    preservation_policy=self._retention,
-                    lightweight_initialize=lightweight,
-                )
+                # In a bucket the run that this one takes over from may delete a checkpoint that
+                # Orbax has listed; it ends at its next save.
+                with contextlib.suppress(FileNotFoundError):
+                    return make()
+                return make()
 
         opened = None
         with contextlib.suppress(ValueError, OverflowError, RecursionError):
