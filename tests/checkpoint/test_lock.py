@@ -78,8 +78,8 @@ print(json.dumps([os.getpid(), taken_over, is_owned(directory), list_steps(direc
 
 
 def run_client(program, server):
-    """The last line that a program prints, as JSON. Clients read where the server is at their first use:
-    hence a process of its own."""
+    """What a program prints, JSON on the last line. Clients read where the server is at their first
+    use: hence a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", program],
         env=server.environment | {"PYTHONPATH": TESTS},
