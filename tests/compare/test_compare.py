@@ -4,20 +4,19 @@ import csv
 import dataclasses
 import json
 import math
-import os
 import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import jax
 import pytest
 from made_up import change_comparison, change_rows, made_row
 from refusals import stopped
+from running import start_python, wait_until
 from tiny import values_of
 
 from maxmars import cli
@@ -324,39 +323,50 @@ def test_the_pages_figures_are_made_of_rows(compared, kept, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_any_number_of_processes_share_the_trials_and_one_that_is_killed_is_replaced(
+@pytest.mark.usefixtures("without_figures")
+def test_processes_share_the_trials_and_one_that_is_killed_is_replaced(
     compare_command, tmp_path, capsys
 ):
-    """Two give the same command; one is killed within a trial, which the other one continues to the
-    same weights as undisturbed."""
+    """Two give the same command. One holds still within a trial while the other one, which is this
+    process, runs the other trial; then it is killed, and its trial is continued to the same weights
+    as undisturbed."""
     words = ["--num-steps", "24", "--seeds", "1", "--learning-rates", "4e-3", "--budget", "1"]
     words += ["--eval.every", "12", "--optimizers", "adamw", "lion", "--workdir"]
     shared = tmp_path / "shared"
-    words = [*compare_command[:2], *words, str(shared), "--checkpoint.every", "1"]
-    start = [sys.executable, "-m", "maxmars", *words]
-    first, second = (subprocess.Popen(start, stdout=subprocess.PIPE, text=True) for _ in range(2))
+    words = [*compare_command[:2], *words, str(shared), "--checkpoint.every", "2"]
 
     def begun():
         """The trials that have saved a step."""
         saved = shared.glob("cells/*/*/checkpoints/*")
         return {path.parents[1] for path in saved if path.name.isdigit() and int(path.name) >= 2}
 
-    deadline = time.monotonic() + 600
-    while len(begun()) < 2:
-        assert (first.poll(), second.poll()) == (None, None)
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    trials = begun()
-    os.kill(first.pid, signal.SIGKILL)
-    first.communicate()
-    printed, _ = second.communicate(timeout=600)
-    assert second.returncode == 0
-    assert ",seed=" in printed
-    rows = (shared / "rows.jsonl").read_text().splitlines()
-    assert len(rows) == 2  # no trial was run twice
-    starts = {trial: [at.step for at in session_starts(read_journal(trial))] for trial in trials}
-    (continued,) = (trial for trial in trials if len(starts[trial]) == 2)
-    assert starts[continued][0] == 0 < starts[continued][1]
+    def kill_when_the_other_trial_is_done():
+        wait_until(lambda: rows.exists() and rows.read_text().count("\n") == 1, first)
+        first.kill()
+
+    rows = shared / "rows.jsonl"
+    first = start_python(tmp_path, "-m", "maxmars", *words, devices=len(jax.devices()))
+    killer = threading.Thread(target=kill_when_the_other_trial_is_done)
+    try:
+        wait_until(begun, first)
+        first.send_signal(signal.SIGSTOP)
+        (held,) = begun()
+        killer.start()
+        cli.main(words)
+    finally:
+        first.kill()
+        first.communicate()
+    killer.join()
+    assert ",seed=" in capsys.readouterr().out
+    assert rows.read_text().count("\n") == 2  # no trial was run twice
+    starts = {
+        trial: [at.step for at in session_starts(read_journal(trial))]
+        for trial in shared.glob("cells/*/*")
+    }
+    (own,) = starts.keys() - {held}
+    assert starts[own] == [0]
+    assert len(starts[held]) == 2
+    assert starts[held][0] == 0 < starts[held][1]
     assert (shared / "results.csv").read_text().count("\n") == 3
-    cli.main(["compare", "verify", str(shared), "--contender", continued.parent.name])
+    cli.main(["compare", "verify", str(shared), "--contender", held.parent.name])
     assert "equal bit by bit" in capsys.readouterr().out
