@@ -64,33 +64,25 @@ def test_a_signal_stops_after_the_step_and_the_losses_are_those_of_an_undisturbe
 
 
 @pytest.mark.seconds
-def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(folder, capsys):
-    """In the middle of a run, and at its end."""
+def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(folder):
+    """At the end a step is saved before its evaluation: test_own_evaluation.py."""
     workdir, steps = folder / "evaluating", ("--schedule.decay-steps", "4", "--num-steps")
-    checkpoints = workdir / "checkpoints"
-
-    def stop_while_evaluating(step, number, ready):
-        process = start(folder, "evaluating", *steps, "4", "--eval.every", str(step), *LONG)
-        wait_until(ready, process)
-        process.send_signal(number)
-        code, output = finish(process)
-        assert code == EXIT_CODE, output
-        assert max(list_steps(checkpoints)) == step
-        assert (step, "eval/loss") not in records(workdir)
-
     train_here(folder, "evaluating", *steps, "1", "--eval.every", "None")
-    stop_while_evaluating(2, signal.SIGUSR1, lambda: (2, "train/loss") in records(workdir))
-    train_here(folder, "evaluating", *steps, "3", "--eval.every", "2")
-    assert (2, "eval/loss") in records(workdir)
-    # The last step is saved before its evaluation: a kill in that loses no step.
-    stop_while_evaluating(4, signal.SIGUSR2, lambda: 4 in list_steps(checkpoints))
+    process = start(folder, "evaluating", *steps, "4", "--eval.every", "2", *LONG)
+    wait_until(lambda: (2, "train/loss") in records(workdir), process)
+    process.send_signal(signal.SIGUSR1)
+    code, output = finish(process)
+    assert code == EXIT_CODE, output
+    assert max(list_steps(workdir / "checkpoints")) == 2
     before = records(workdir)
-    capsys.readouterr()
-    train_here(folder, "evaluating", *steps, "4", "--eval.every", "4")
-    output = capsys.readouterr().out
-    assert "step 4: validation loss" in output
-    assert "first step after" not in output
-    assert records(workdir).keys() == {*before, (4, "eval/loss")}
+    assert (2, "eval/loss") not in before
+    train_here(folder, "evaluating", *steps, "3", "--eval.every", "2")
+    assert records(workdir).keys() == {
+        *before,
+        (2, "eval/loss"),
+        (3, "train/loss"),
+        (3, "eval/loss"),
+    }
 
 
 @pytest.mark.slow

@@ -165,7 +165,9 @@ def test_killed_at_every_moment_it_is_done_by_the_same_command(run, tmp_path):
             rewound(copy, 2, skip_examples=5)
         kill.left = None
         assert (copy / "wandb.json.rewound").exists()
-        left = frozenset(names(copy)), (copy / "journal.jsonl").read_text()
+        lines = (copy / "journal.jsonl").read_text().splitlines()
+        lines = [json.loads(line) | {"time": None} for line in lines]
+        left = frozenset(names(copy)), json.dumps(lines)
         if left not in ends:  # else it goes on as the other one did
             go_on(copy)
             assert audited(copy).problems == []
