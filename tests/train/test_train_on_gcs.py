@@ -34,37 +34,32 @@ TESTS = str(Path(__file__).parents[1])
 
 RUNS = """
 import dataclasses, json, pathlib, sys
-import numpy as np
 sys.path.insert(0, sys.argv[2])
+sys.modules["matplotlib"] = None  # reports without figures
 from maxmars.distributed import sharding
 from maxmars.checkpoint import list_steps, read
 from maxmars.cli import main
-from maxmars.config import EvalConfig, MeshConfig, ModuleConfig, ScheduleConfig
+from maxmars.config import MeshConfig, OptaxConfig, ScheduleConfig
 from maxmars.train import train
 from maxmars.eval import load
 from tiny import short_config
 
 folder, bucket = pathlib.Path(sys.argv[1]), "gs://bucket/runs/tiny"
+file = folder / "own.py"
+file.write_text("import optax\\nmake = optax.sgd\\n")
+optimizer = OptaxConfig(make=f"{file}:make", learning_rate=0.1)
 schedule = ScheduleConfig(warmup_steps=0, decay_steps=4)
-two, four = (
-    short_config(folder / "tokens", num_steps=steps, schedule=schedule) for steps in (2, 4)
-)
+four = short_config(folder / "tokens", num_steps=4, optimizer=optimizer, schedule=schedule)
 train(four, folder / "local")
-train(two, bucket)
+train(dataclasses.replace(four, num_steps=2), bucket)
 train(four, bucket, profile=(4, 4))
 local, remote = (read(f"{place}/checkpoints").digests for place in (folder / "local", bucket))
 model = load(f"{bucket}/checkpoints/3", mesh=sharding.make_mesh(MeshConfig()))
-source = folder / "own_model.py"
-source.write_text(pathlib.Path(sys.argv[2], "../tools/examples/own_model.py").read_text())
-own = ModuleConfig(make=f"{source}:make", options={"num_layers": 1}, vocab_size=257, max_seq_len=16)
-never = EvalConfig(every=None)
-train(dataclasses.replace(two, model=own, num_steps=1, eval=never), "gs://bucket/runs/own")
-source.unlink()  # the bucket has it
-width = load("gs://bucket/runs/own").model(np.zeros((1, 3), int)).shape[-1]
+file.unlink()  # the bucket has it
 main(["audit", bucket, "--replay", "1"])
 main(["report", bucket, "--out", str(folder / "drawn")])
 main(["export", f"{bucket}/checkpoints/4", str(folder / "exported")])
-print(json.dumps([local == remote, list_steps(f"{bucket}/checkpoints"), model.name, width]))
+print(json.dumps([local == remote, list_steps(f"{bucket}/checkpoints"), model.name]))
 """
 
 CONFIG = """
@@ -87,7 +82,7 @@ def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
         done = run_python("-c", RUNS, tmp_path, TESTS, environment=environment)
     assert "continuing from step 2" in done.stdout
     assert "steps 4 to 4, computed again: the same digest" in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1]) == [True, [1, 2, 3, 4], "tiny, step 3", 384]
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, [1, 2, 3, 4], "tiny, step 3"]
     local = {p.relative_to(tmp_path / "local").as_posix() for p in tmp_path.rglob("local/**/*.*")}
     names = [name for name in server.objects if name.startswith("runs/tiny/")]
     remote = {name.removeprefix("runs/tiny/") for name in names}
@@ -97,7 +92,6 @@ def test_a_run_in_a_bucket_equals_one_on_the_disk(tmp_path):
     traces = {name for name in remote if name.startswith("profile/host_000/")}
     assert any(name.endswith(".xplane.pb") for name in traces)
     assert remote - traces == local
-    assert list((tmp_path / "drawn" / "figures").glob("*.png"))
     page = html.unescape((tmp_path / "drawn" / "report.md").read_text())
     assert "Made by `maxmars report` of gs://bucket/runs/tiny." in page
     card = (tmp_path / "exported" / "README.md").read_text()
