@@ -37,18 +37,9 @@ def folder(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("preemption"), CONFIG)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(folder):
-    """The losses of a run that nothing disturbed."""
-    train_here(folder, "undisturbed")
-    losses = records(folder / "undisturbed")
-    assert len(losses) == 40 + 41
-    return losses
-
-
 @pytest.mark.seconds
 def test_a_signal_stops_after_the_step_and_the_losses_are_those_of_an_undisturbed_run(
-    folder, undisturbed, capsys
+    folder, capsys
 ):
     process = start(folder, "once", devices=8)
     wait_for_steps(folder / "once", 9, process)
@@ -59,6 +50,9 @@ def test_a_signal_stops_after_the_step_and_the_losses_are_those_of_an_undisturbe
     assert 9 <= stopped < 40
     train_here(folder, "once")
     assert f"continuing from step {stopped}" in capsys.readouterr().out
+    train_here(folder, "undisturbed")
+    undisturbed = records(folder / "undisturbed")
+    assert len(undisturbed) == 40 + 41
     # To the last bit, with the evaluation that the signal may have come before.
     assert records(folder / "once") == undisturbed
 

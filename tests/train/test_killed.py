@@ -30,7 +30,7 @@ def here(monkeypatch, tmp_path, capsys):
     return run
 
 
-def kill_and_continue(folder, config, options, run_command, *, variables, steps=60, every=4):
+def kill_and_continue(folder, config, options, run_command, *, variables, steps=60, every=10):
     """A process that trains is killed after a save; then `run_command` gives the same command, and
     `audit`, which computes all steps again."""
     run = folder / "run"

@@ -97,6 +97,7 @@ def scores(workdir):
 
 
 @pytest.mark.seconds
+@pytest.mark.usefixtures("without_figures")
 def test_its_numbers_are_those_of_eval_and_it_may_be_changed_or_added_to(folder, capsys):
     train("run", "--num-steps", "2")
     changed = MINE.replace('"length": ', '"tokens": 2 * ')

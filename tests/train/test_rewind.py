@@ -190,16 +190,11 @@ def test_the_moments_begin_at_zero_while_step_data_and_schedule_go_on(run):
     other = dataclasses.replace(config, optimizer=MuonConfig(learning_rate=1e-3))
     with refused(ValueError, "optimizer", f"maxmars rewind {run} --to 6 --new-optimizer-state"):
         train(other, run, resume_overrides=["optimizer"])
-    undisturbed = run.parent / "undisturbed"
-    shutil.copytree(run, undisturbed)
-    go_on(undisturbed, 8)
     main(["rewind", str(run), "--to", "6", "--new-optimizer-state"])
     for _ in range(2):  # the second finds nothing left to do
         train(other, run, resume_overrides=["optimizer"])
-    ended = [read(some / "checkpoints") for some in (run, undisturbed)]
-    assert ended[0].step == ended[1].step
-    assert ended[0].data_position == ended[1].data_position
-    assert ended[0].digest != ended[1].digest
+    ended = read(run / "checkpoints")
+    assert (ended.step, ended.data_position) == (8, 8 * BATCH)
     found = audited(run, replay=2)
     assert found.problems == []
     assert "state of the optimizer" in found.rewinds[0]
