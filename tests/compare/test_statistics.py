@@ -1,5 +1,6 @@
 """The statistics on numbers whose answers are known, and on runs that are made up."""
 
+import functools
 import math
 
 import numpy as np
@@ -72,6 +73,11 @@ def test_where_a_curve_comes_down_to_a_loss(target, expected):
 OPTIMA = {"learning_rate": 3.1e-3, "weight_decay": 0.04, "b1": 0.87, "b2": 0.94}
 
 
+@functools.cache
+def grid_of(field):
+    return make_grid(CONFIG, field)
+
+
 def losses_made_up(rng, gains, fields, noise, **options):
     """Losses by seed of made-up contenders at their best settings, tuned as real ones are.
 
@@ -79,8 +85,7 @@ def losses_made_up(rng, gains, fields, noise, **options):
     losses alike; `noise` is what each run adds of its own.
     """
     names = [f"c{i}" for i in range(len(gains))]
-    grids = (make_grid(CONFIG, field) for field in fields)
-    compared = made_comparison(CONFIG, grids, names, finalists=2, **options)
+    compared = made_comparison(CONFIG, map(grid_of, fields), names, finalists=2, **options)
     of_seed = rng.normal(0, 0.03, len(compared.seeds))
     own = {field: getattr(CONFIG.optimizer, field) for field in OPTIMA}
     results = {}
