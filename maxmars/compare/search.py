@@ -54,7 +54,7 @@ class Search:
         """Replay the search on the rows of its contender."""
         self._comparison, self._name = comparison, contender.name
         self._rows = {trial: row for trial, row in rows.items() if trial.contender == self._name}
-        self._requested: list[Trial] = []  # counts against the budget
+        self._requested: dict[Trial, None] = {}  # an ordered set; counts against the budget
         losses = _Losses(contender, comparison.seeds[: comparison.confirm], self._rows)
         # The search has no state. It starts anew on all rows, and each list of trials that it
         # yields is looked up:
@@ -128,7 +128,7 @@ class Search:
         for wanted in steps:
             new = [trial for trial in dict.fromkeys(wanted) if trial not in self._requested]
             affordable = new[: self._comparison.budget - len(self._requested)]
-            self._requested += affordable
+            self._requested |= dict.fromkeys(affordable)
             missing = [trial for trial in affordable if trial not in self._rows]
             left = [] if missing else new[len(affordable) :]
             if missing or left:
