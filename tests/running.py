@@ -102,11 +102,6 @@ def start_together(folder, name, count, *arguments, of_each=(), **options):
     ]
 
 
-def start_two(folder, name, *arguments):
-    """Two processes of one run, with a device each."""
-    return start_together(folder, name, 2, *arguments)
-
-
 def finish(process, timeout_s=480):
     """Exit code and output."""
     try:

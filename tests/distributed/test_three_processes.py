@@ -12,7 +12,6 @@ from running import (
     finish,
     records,
     start_together,
-    start_two,
     train_here,
     wait_until,
     write_config,
@@ -74,7 +73,7 @@ def test_after_a_kill_two_go_on_and_after_a_hang_one_ends_the_run(tmp_path):
     assert read(workdir / "checkpoints").environment["num_processes"] == 3
 
     killed_after = newest()
-    other, victim = start_two(folder, "run")
+    other, victim = start_together(folder, "run", 2)
     wait_until(lambda: newest() > killed_after, other)
     victim.send_signal(signal.SIGSTOP)
     ((line, output),) = ends([other])

@@ -7,7 +7,7 @@ from running import (
     finish,
     records,
     start,
-    start_two,
+    start_together,
     train_here,
     wait_for_steps,
     wait_until,
@@ -82,7 +82,7 @@ def test_a_signal_in_an_evaluation_saves_first_and_the_run_evaluates_later(folde
 @pytest.mark.slow
 def test_two_that_could_not_stop_together_are_refused_before_a_step(folder, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_PREEMPTION_SERVICE", "false")
-    for code, output in [finish(one) for one in start_two(folder, "deaf")]:
+    for code, output in [finish(one) for one in start_together(folder, "deaf", 2)]:
         assert code == OWN_ERROR, output
         assert "JAX_ENABLE_PREEMPTION_SERVICE=false" in output.splitlines()[-1]
         assert "Traceback" not in output

@@ -47,9 +47,12 @@ CONFIG = """
     schedule=ScheduleConfig(warmup_steps=0, decay_steps=1000),
     eval=EvalConfig(every=99, num_windows=16, batch_size=16),
 """
-FIRST = "num_steps=6, checkpoint=CheckpointConfig(every=2, keep_last=9)"
-NEXT = """
-    checkpoint=CheckpointConfig(every=20, keep_last=99),
+FIRST = f"""{CONFIG}
+    num_steps=6,
+    checkpoint=CheckpointConfig(every=2, keep_last=9),
+"""
+NEXT = f"""{CONFIG}
+    checkpoint=CheckpointConfig(every={EVERY}, keep_last=99),
     optimizer=OptaxConfig(make="own.py:free", learning_rate=1e-2),
     guard=GuardConfig(grad_norm_spike_threshold=1.0, history=3, max_consecutive_skips=10**6),
 """
@@ -86,15 +89,13 @@ def rewound(tmp_path):
     draw = np.random.default_rng(0)
     stream = draw.integers(0, 200, 2000 * LENGTH)
     write_shards(tmp_path / "tokens", stream[:26_000], stream, vocab_size=257)
-    write_config(tmp_path, FIRST + "," + CONFIG, make="short_config")
+    write_config(tmp_path, FIRST, make="short_config")
     train_here(tmp_path, "alone", "--eval.every", None)
-    main(
-        ["rewind", str(tmp_path / "alone"), "--to=2", "--skip-examples=5", "--new-optimizer-state"]
-    )
+    words = ["--to=2", "--skip-examples=5", "--new-optimizer-state"]
+    main(["rewind", str(tmp_path / "alone"), *words])
     (tmp_path / "own.py").write_text(FREE)
-    with (write_config(tmp_path, NEXT + CONFIG, make="short_config") / "config.py").open(
-        "a"
-    ) as file:
+    write_config(tmp_path, NEXT, make="short_config")
+    with (tmp_path / "config.py").open("a") as file:
         file.write(HOOK)
     return tmp_path
 
@@ -125,8 +126,7 @@ def test_two_processes_make_the_steps_of_one(rewound):
     shutil.rmtree(two / "checkpoints" / str(last))  # as if it had been killed before it saved
     saved = list_steps(two / "checkpoints")
 
-    # JAX has the signal once the process logs. Both leave an evaluation that takes far longer than
-    # the test, and save nothing.
+    # JAX has the signal once the process logs. Both leave a long evaluation, and save nothing.
     log = two / "logs" / "host_001.log"
     size = log.stat().st_size
     long = ["--eval.every", 1, "--eval.num-windows", 1900, "--eval.batch-size", 2]
@@ -178,18 +178,15 @@ main({["audit", str(two), "--replay", str(EVERY)]})
     assert sum(name == "tokens/meta.json" for name, _ in reads) == 3
 
     # In the last start process 0 read for both.
-    first, second = (  # relative to the working directory
-        [
-            path[len(f"{two}/") :]
-            for path in json.loads(file.read_text())
-            if path.startswith(f"{two}/")
-        ]
-        for file in (folder / f"opened_{i}.json" for i in range(2))
+    opened = [json.loads((folder / f"opened_{i}.json").read_text()) for i in range(2)]
+    first, second = (
+        [path.removeprefix(f"{two}/") for path in paths if path.startswith(f"{two}/")]
+        for paths in opened
     )
     assert f"checkpoints/{saved[-1]}/meta/data.json" in first
     assert [path for path in second if path.startswith("checkpoints/") and "meta/" in path] == []
     # Neither what the first process wrote of its own arrays, nor the older checkpoints.
     assert not any(path.endswith("array_metadatas/process_0") for path in second)
-    assert not any(path.startswith(f"checkpoints/{saved[0]}/") for path in second)
+    assert {*map(str, saved[:-1])} & {name for path in second for name in path.split("/")} == set()
     assert second.count("checkpoints") <= 3 < first.count("checkpoints")  # Orbax lists it
     assert {path for path in second if path.startswith("logs/")} == {"logs/host_001.log"}
