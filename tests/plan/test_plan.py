@@ -54,7 +54,7 @@ def test_soap_whose_state_travels_is_said(config_of):
 
 
 @pytest.mark.seconds
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_mars_shampoo_moves_what_its_plan_says(plan_of, config_of, dtype):
     plan, optimizer = plan_of("shampoo"), MarsConfig(variant="shampoo", ns_dtype=dtype)
     if plan.config.optimizer != optimizer:
