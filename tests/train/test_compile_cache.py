@@ -20,10 +20,10 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 jax.jit(lambda x: x + 1)(1.0)  # JAX has looked at its setting
-if sys.argv[1] == "cache":
-    compile_cache.keep_in_cache(sys.argv[2])
-else:
-    compile_cache.keep_beside(Path(sys.argv[1]), sys.argv[2])
+platform, *workdir = sys.argv[1:]
+compile_cache.keep_in_cache(platform)
+if workdir:
+    compile_cache.keep_beside(Path(*workdir), platform)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 for factor in (2, 3):
     jax.jit(lambda x: x * factor)(1.0)
@@ -31,31 +31,31 @@ print(hits.count("/jax/compilation_cache/cache_hits"))
 """
 
 
-def start(workdir, platform, cache=""):
+def start(cache, *arguments):
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
     environment |= {"MAXMARS_CACHE": str(cache)}
-    return int(run_python("-c", PROGRAM, workdir, platform, environment=environment).stdout)
+    return int(run_python("-c", PROGRAM, *arguments, environment=environment).stdout)
 
 
 @pytest.mark.slow
 def test_the_second_start_finds_the_programs_of_the_first(tmp_path):
-    assert start(tmp_path / "one", "tpu") == 0
+    """Beside its directory, as the user's cache cannot be written."""
+    (tmp_path / "file").touch()
+    assert start(tmp_path / "file", "tpu", tmp_path / "one") == 0
     assert (tmp_path / ".jax_cache").is_dir()
-    assert start(tmp_path / "two", "tpu") == 2
+    assert start(tmp_path / "file", "tpu", tmp_path / "two") == 2
 
 
 @pytest.mark.slow
 def test_a_second_command_finds_the_programs_of_the_first_also_on_cpus(tmp_path):
     """Those of the second, as both programs of the first were damaged."""
     cache = tmp_path / "new" / "cache"
-    assert start("cache", "cpu", cache) == 0
+    assert start(cache, "cpu") == 0
     halved, emptied = cache.rglob("*-cache")
     halve(halved)
     emptied.write_bytes(b"")
-    assert start("cache", "cpu", cache) == 0
-    assert start("cache", "cpu", cache) == 2
-    (tmp_path / "file").touch()
-    assert start("cache", "cpu", tmp_path / "file") == 0  # where nothing can be kept
+    assert start(cache, "cpu") == 0
+    assert start(cache, "cpu") == 2
 
 
 @pytest.mark.parametrize("workdir", ["run", "gs://bucket/run"])

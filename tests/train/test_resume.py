@@ -529,11 +529,7 @@ def test_a_model_that_is_computed_in_another_way_is_the_same(source, short_confi
 @pytest.mark.seconds
 def test_an_optimizer_state_of_another_momentum_kernel_is_named(tmp_path, short_config):
     before, after = (
-        short_config(
-            num_steps=1,
-            optimizer=dataclasses.replace(ADAMW, momentum_kernel=kernel),
-            eval=EvalConfig(every=None),
-        )
+        short_config(num_steps=1, optimizer=MuonConfig(momentum_kernel=kernel))
         for kernel in (TWO, dataclasses.replace(TWO, weights=(0.1, 0.9)))
     )
     train(before, tmp_path / "run")

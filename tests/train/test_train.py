@@ -219,6 +219,7 @@ def test_the_last_finite_checkpoint_stays_while_steps_are_skipped(tmp_path):
         optimizer=OptaxConfig(make=f"{tmp_path / 'own.py'}:make", learning_rate=1e-3),
         checkpoint=CheckpointConfig(every=2, keep_last=1),
         eval=EvalConfig(every=None),
+        num_microbatches=1,
         guard=GuardConfig(max_consecutive_skips=10),
     )
     with refused(ValueError, "params/", "step 6"):
@@ -235,6 +236,8 @@ def test_a_run_that_diverges_stops_and_names_the_step(tmp_path, capsys):
         log=LogConfig(every=4),
         schedule=ScheduleConfig(warmup_steps=0),
         guard=GuardConfig(max_consecutive_skips=1),
+        eval=EvalConfig(every=None),
+        num_microbatches=1,
     )
     with refused(ValueError, "not finite", "2 in a row", "guard.max_consecutive_skips") as error:
         train(config, tmp_path)
