@@ -160,8 +160,7 @@ def test_a_run_keeps_its_choices_on_its_mesh_and_chooses_anew_on_another(tmp_pat
 
     def train_to(num_steps, remat, num_microbatches, **changes):
         # In bfloat16 and unrolled, policies round differently.
-        sizes = {"num_layers": 1, "scan_unroll": 1, "compute_dtype": "bfloat16"}
-        model = dataclasses.replace(MODEL, remat=remat, **sizes)
+        model = dataclasses.replace(MODEL, compute_dtype="bfloat16", scan_unroll=3, remat=remat)
         changes |= {"num_steps": num_steps, "num_microbatches": num_microbatches}
         changes |= {"eval": EvalConfig(every=None)}
         train(short_config(tmp_path / "tokens", model=model, **changes), run)
