@@ -42,6 +42,11 @@ def _compilation_cache() -> Path:
 os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_compilation_cache())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+if "jax" in sys.modules:  # with --jaxtyping-packages, and it reads variables when it is imported
+    config = sys.modules["jax"].config
+    config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 # huggingface_hub reads these when it is imported. Its transfers by xet cannot be imitated.
 os.environ["HF_ENDPOINT"], os.environ["HF_HUB_DISABLE_XET"] = ENDPOINT, "1"
