@@ -25,15 +25,15 @@ from maxmars.distributed.exits import EXIT_CODE
 pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 CONFIG = """
-    num_steps=48,
+    num_steps=60,
     data=MixtureConfig(parts=(
         MixturePart(path="{folder}/0", weight=0.7), MixturePart(path="{folder}/1", weight=0.3),
     )),
     global_batch_size=24,
     num_microbatches=1,
     model=dataclasses.replace(MODEL, num_layers=1, embed_dim=48),
-    eval=EvalConfig(every=48, num_windows=20, batch_size=12),
-    schedule=ScheduleConfig(warmup_steps=2, decay_steps=48),
+    eval=EvalConfig(every=60, num_windows=20, batch_size=12),
+    schedule=ScheduleConfig(warmup_steps=2, decay_steps=60),
     checkpoint=CheckpointConfig(every=12, keep_last=9),
     hang_timeout_s=10.0,
 """
@@ -84,9 +84,9 @@ def test_after_a_kill_two_go_on_and_after_a_hang_one_ends_the_run(tmp_path):
 
     train_here(folder, "run")
     assert_same_losses(undisturbed, workdir)
-    assert len(records(workdir)) == 48 + 2
+    assert len(records(workdir)) == 60 + 2
     ended, alone = (read(run / "checkpoints") for run in (workdir, undisturbed))
-    assert ended.data_position == alone.data_position == 48 * 24
+    assert ended.data_position == alone.data_position == 60 * 24
     assert ended.data_digest == alone.data_digest
     found = audited(workdir)
     assert found.verdict == "one trajectory up to rounding"
